@@ -1,0 +1,101 @@
+"""From a checkpoint folder to a model that can run, within the plan's memory."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from qwisp.arena import ExpertArena, PreadReader, TraceWriter
+from qwisp.config import EngineConfig
+from qwisp.engine.checkpoint import Checkpoint
+from qwisp.engine.model import Model
+from qwisp.engine.plan import DeviceFacts, ModelFacts, Plan, plan
+from qwisp.engine.resident import load_resident
+from qwisp.engine.tokenizer import Tokenizer
+from qwisp.errors import ConfigError
+from qwisp.kernels.numerics import Numerics, device_numerics
+
+EMBEDDED_MODEL = Path(__file__).parent.parent / "models" / "tiny"
+"""The small trained model that comes with the package."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Everything an engine needs to serve requests."""
+
+    plan: Plan
+    model: Model
+    tokenizer: Tokenizer
+    arena: ExpertArena
+
+
+def load_model(
+    folder: str | Path | None,
+    config: EngineConfig,
+    on_progress: Callable[[int, int], None] | None,
+) -> LoadedModel:
+    """Read headers, plan, then read the resident weights and make the arena.
+
+    Call it on the thread that will compute: MLX arrays belong to the thread that evaluates them.
+
+    Raises:
+        CheckpointError: the folder cannot be used.
+        ConfigError: a setting cannot work.
+    """
+    checkpoint = Checkpoint.open(EMBEDDED_MODEL if folder is None else Path(folder))
+    numerics = _numerics(config, checkpoint.dtype)
+    planned = make_plan(checkpoint, config, numerics)
+    # The cache of freed buffers is not bounded by default; the plan counts it as scratch.
+    mx.set_cache_limit(planned.scratch_bytes)
+    mx.reset_peak_memory()
+    tokenizer = Tokenizer.load(checkpoint.folder, checkpoint.spec.eos_token_ids)
+    preloaded = planned.arena_bytes if planned.is_resident else 0
+    total = planned.resident_bytes + preloaded
+
+    def report(done: int, _: int) -> None:
+        if on_progress is not None:
+            on_progress(done, total)
+
+    weights = load_resident(checkpoint, report)
+    reader = PreadReader(config.io_threads, read_gbs_limit=config.read_gbs_limit)
+    trace = None
+    if config.record_routes is not None:
+        trace = TraceWriter.create(
+            config.record_routes,
+            fingerprint=checkpoint.fingerprint,
+            num_experts=planned.num_experts,
+            top_k=planned.top_k,
+            layers=checkpoint.spec.moe_layers,
+        )
+    arena = ExpertArena(checkpoint.expert_layers, planned.capacity, reader, trace=trace)
+    if arena.is_resident:
+        arena.preload(lambda done, _: report(planned.resident_bytes + done, total))
+    return LoadedModel(planned, Model(checkpoint, weights, arena, numerics), tokenizer, arena)
+
+
+def make_plan(checkpoint: Checkpoint, config: EngineConfig, numerics: Numerics) -> Plan:
+    """The plan for a checkpoint on this machine."""
+    facts = ModelFacts(
+        name=checkpoint.folder.name,
+        spec=checkpoint.spec,
+        dtype=checkpoint.dtype,
+        resident_nbytes=checkpoint.resident_nbytes,
+        expert_layers=checkpoint.expert_layers,
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return plan(config, facts, DeviceFacts(numerics.device, memory), numerics)
+
+
+def _numerics(config: EngineConfig, dtype: str) -> Numerics:
+    injected = config.numerics
+    if injected is None:
+        return device_numerics(dtype=dtype, prefill_chunk=config.prefill_chunk)
+    if not isinstance(injected, Numerics):
+        raise ConfigError(
+            f"numerics is a {type(injected).__name__}; give a qwisp.kernels.numerics.Numerics"
+        )
+    if injected.dtype != dtype:
+        raise ConfigError(f"numerics.dtype={injected.dtype} but the checkpoint's is {dtype}")
+    return injected

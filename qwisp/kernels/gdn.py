@@ -1,0 +1,81 @@
+"""Gated DeltaNet: depthwise causal convolution with history, and the gated delta-rule recurrence.
+
+Both run token by token in the same arithmetic for one token as for many, so prefill and decode agree.
+The recurrence is that of Yang et al., "Gated Delta Networks" (arXiv 2412.06464), with the state in f32.
+"""
+
+from functools import partial
+
+import mlx.core as mx
+
+from qwisp.kernels.elementwise import silu
+
+
+def causal_conv(
+    x: mx.array, history: mx.array, weight: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Depthwise causal convolution of one lane's consecutive tokens, then SiLU.
+
+    x: `[tokens, channels]`. history: the `taps - 1` inputs before them, oldest first. weight:
+    `[taps, channels]`, oldest tap first. Returns `[tokens, channels]` and the new history, which shares
+    no memory with its inputs. Written as a sum over taps: library convolutions pick kernels by shape.
+    """
+    taps, num_tokens = weight.shape[0], x.shape[0]
+    window = mx.concatenate([history, x])
+    total = window[:num_tokens] * weight[0]
+    for tap in range(1, taps):
+        total = total + window[tap : tap + num_tokens] * weight[tap]
+    return silu(total), mx.contiguous(window[num_tokens:])
+
+
+def normalize_qk(q: mx.array, k: mx.array, *, eps: float = 1e-6) -> tuple[mx.array, mx.array]:
+    """L2-normalised queries and keys, `[..., head_dim]`; the queries also carry `head_dim ** -0.5`.
+
+    `eps` is added to the sum of squares, as the reference does, while `rms_norm` adds to their mean.
+    """
+    scale = q.shape[-1] ** -0.5
+    mean_eps = eps * scale * scale
+    return (
+        (scale * scale) * mx.fast.rms_norm(q, None, mean_eps),
+        scale * mx.fast.rms_norm(k, None, mean_eps),
+    )
+
+
+@partial(mx.compile, shapeless=True)
+def decay(a: mx.array, a_log: mx.array, dt_bias: mx.array) -> mx.array:
+    """How much of the state survives each token: `exp(-exp(a_log) * softplus(a + dt_bias))`.
+
+    a: `[tokens, value_heads]`; a_log: f32. Returns f32 `[tokens, value_heads]`.
+    """
+    return mx.exp(-mx.exp(a_log) * mx.logaddexp(a.astype(mx.float32) + dt_bias, 0.0))
+
+
+def delta_rule(
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """The recurrence over one lane's consecutive tokens.
+
+    q, k: `[tokens, key_heads, key_dim]`. v: `[tokens, value_heads, value_dim]`. g (decay), beta:
+    `[tokens, value_heads]`. state: f32 `[value_heads, value_dim, key_dim]`. Returns the outputs,
+    `[tokens, value_heads, value_dim]` in the dtype of q, and the state after the last token.
+    """
+    assert state.dtype == mx.float32, state.dtype
+    repeats = v.shape[1] // k.shape[1]
+    if repeats > 1:
+        q, k = mx.repeat(q, repeats, axis=1), mx.repeat(k, repeats, axis=1)
+    outputs = []
+    for t in range(q.shape[0]):
+        y, state = _delta_step(q[t], k[t], v[t], g[t], beta[t], state)
+        outputs.append(y)
+    return mx.stack(outputs).astype(q.dtype), state
+
+
+@mx.compile
+def _delta_step(
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    decayed = state * g[:, None, None]
+    recalled = (decayed * k[:, None, :]).sum(axis=-1)
+    written = (v - recalled) * beta[:, None]
+    state = decayed + k[:, None, :] * written[..., None]
+    return (state * q[:, None, :]).sum(axis=-1), state
