@@ -14,6 +14,7 @@ from qwisp.engine.generation import Counters, Generation
 from qwisp.engine.handle import Handle
 from qwisp.engine.loading import LoadedModel, load_model
 from qwisp.engine.plan import Plan
+from qwisp.engine.stop_strings import StopMatcher
 from qwisp.errors import EngineClosed, QwispError, RequestError
 from qwisp.types import Completion, EngineStats, Prompt, Request, Timings, TokenEvent
 
@@ -114,6 +115,7 @@ class Engine:
         """
         prompt_ids = self._loaded.tokenizer.encode(request.prompt)
         self._check_fits(request, prompt_ids)
+        self._check_stop(request)
         handle = Handle(request, prompt_ids, time.monotonic())
         with self._submit_lock:
             if self._is_closed:
@@ -163,6 +165,14 @@ class Engine:
             layers=arena.layers,
         )
 
+    def check(self) -> None:
+        """Verify the arena's invariants (A1-A5). Call it while no request runs.
+
+        Raises:
+            InvariantError: one does not hold; the message starts with its id.
+        """
+        self._loaded.arena.check()
+
     def close(self) -> None:
         """End every request as cancelled, then free the model. Closing twice is fine."""
         with self._submit_lock:
@@ -187,6 +197,14 @@ class Engine:
                 f"{num_tokens} together; this engine holds {plan.max_context_tokens} "
                 f"({plan.lane_bytes(num_tokens)} of {plan.state_budget_bytes} bytes of state): shorten "
                 "one, or raise kv_budget_bytes if the model's context allows"
+            )
+
+    def _check_stop(self, request: Request) -> None:
+        StopMatcher(request.stop)
+        if request.stop and not self._loaded.tokenizer.has_text:
+            raise RequestError(
+                f"stop={list(request.stop)!r}: the model folder has no tokenizer, so there is no text "
+                "to find stop strings in; leave stop empty"
             )
 
     def _main(

@@ -50,7 +50,8 @@ def load_model(
     # The cache of freed buffers is not bounded by default; the plan counts it as scratch.
     mx.set_cache_limit(planned.scratch_bytes)
     mx.reset_peak_memory()
-    tokenizer = Tokenizer.load(checkpoint.folder, checkpoint.spec.eos_token_ids)
+    spec = checkpoint.spec
+    tokenizer = Tokenizer.load(checkpoint.folder, spec.eos_token_ids, spec.vocab_size)
     preloaded = planned.arena_bytes if planned.is_resident else 0
     total = planned.resident_bytes + preloaded
 
@@ -67,7 +68,7 @@ def load_model(
             fingerprint=checkpoint.fingerprint,
             num_experts=planned.num_experts,
             top_k=planned.top_k,
-            layers=checkpoint.spec.moe_layers,
+            layers=spec.moe_layers,
         )
     arena = ExpertArena(checkpoint.expert_layers, planned.capacity, reader, trace=trace)
     if arena.is_resident:

@@ -13,7 +13,7 @@ AUTO_BUDGET_SHARE = 0.6
 """Share of the machine's memory that "auto" takes. The rest is not idle: it is the page cache in front
 of the experts, and a machine that swaps is slower than any arena makes it fast."""
 
-AUTO_STATE_SHARE = 0.25
+AUTO_STATE_SHARE = 0.125
 """Most of the budget that "auto" gives to the states of running requests."""
 
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -96,40 +96,87 @@ def plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts, numerics:
         ConfigError: a setting cannot work; the message gives the value that would.
     """
     _check_dtype(config, model)
-    spec = model.spec
     budget = config.memory_budget_bytes
     if budget == "auto":
         budget = int(device.total_memory_bytes * AUTO_BUDGET_SHARE)
-    kv_per_token, gdn_per_lane = _state_sizes(spec, _ITEMSIZE[model.dtype])
-    scratch = _scratch(spec, numerics, _ITEMSIZE[model.dtype])
-    full_context = gdn_per_lane + spec.max_position_embeddings * kv_per_token
-    state_budget = config.kv_budget_bytes
-    if state_budget == "auto":
-        state_budget = min(full_context, int(budget * AUTO_STATE_SHARE))
     slot_bytes = sum(layer.expert_nbytes for layer in model.expert_layers)
-    fixed = model.resident_nbytes + state_budget + scratch
-    capacity = _capacity(config, spec, budget=budget, fixed=fixed, slot_bytes=slot_bytes)
-    room = max(0, state_budget - gdn_per_lane)
+    fixed = _fixed(config, model, numerics, budget)
+    capacity = _capacity(config, model.spec, budget, fixed.total_bytes, slot_bytes)
+    if capacity is None:
+        needed = _least_budget(config, model, numerics, slot_bytes)
+        raise ConfigError(
+            f"memory_budget_bytes={budget} is too small: weights, states and scratch take "
+            f"{fixed.total_bytes} and top_k={model.spec.moe.top_k} experts of each layer "
+            f"{model.spec.moe.top_k * slot_bytes}; set it to {needed} or more"
+        )
     return Plan(
         model=model.name,
         device=device.name,
         capacity=capacity,
-        num_experts=spec.moe.num_experts,
-        top_k=spec.moe.top_k,
+        num_experts=model.spec.moe.num_experts,
+        top_k=model.spec.moe.top_k,
         num_moe_layers=len(model.expert_layers),
         memory_budget_bytes=budget,
         resident_bytes=model.resident_nbytes,
         arena_bytes=capacity * slot_bytes,
+        state_budget_bytes=fixed.state_budget_bytes,
+        kv_bytes_per_token=fixed.kv_bytes_per_token,
+        gdn_bytes_per_lane=fixed.gdn_bytes_per_lane,
+        max_context_tokens=fixed.context_tokens,
+        scratch_bytes=fixed.scratch_bytes,
+        numerics_digest=numerics.digest,
+    )
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """What memory takes besides the experts, at one budget."""
+
+    resident_bytes: int
+    state_budget_bytes: int
+    kv_bytes_per_token: int
+    gdn_bytes_per_lane: int
+    context_tokens: int
+    scratch_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.resident_bytes + self.state_budget_bytes + self.scratch_bytes
+
+
+def _fixed(config: EngineConfig, model: ModelFacts, numerics: Numerics, budget: int) -> _Fixed:
+    spec, itemsize = model.spec, _ITEMSIZE[model.dtype]
+    kv_per_token, gdn_per_lane = _state_sizes(spec, itemsize)
+    state_budget = config.kv_budget_bytes
+    if state_budget == "auto":
+        full_context = gdn_per_lane + spec.max_position_embeddings * kv_per_token
+        state_budget = min(full_context, int(budget * AUTO_STATE_SHARE))
+    room = max(0, state_budget - gdn_per_lane)
+    context = min(spec.max_position_embeddings, room // max(1, kv_per_token))
+    return _Fixed(
+        resident_bytes=model.resident_nbytes,
         state_budget_bytes=state_budget,
         kv_bytes_per_token=kv_per_token,
         gdn_bytes_per_lane=gdn_per_lane,
-        max_context_tokens=min(
-            spec.max_position_embeddings,
-            room // kv_per_token if kv_per_token else spec.max_position_embeddings,
-        ),
-        scratch_bytes=scratch,
-        numerics_digest=numerics.digest,
+        context_tokens=context,
+        scratch_bytes=_scratch(spec, numerics, context, itemsize),
     )
+
+
+def _least_budget(
+    config: EngineConfig, model: ModelFacts, numerics: Numerics, slot_bytes: int
+) -> int:
+    """The smallest budget that holds top_k experts per layer.
+
+    What is fixed grows with the budget, but by less than the budget does, so repeating the sum rises
+    to the answer.
+    """
+    budget, needed = 0, 1
+    while needed > budget:
+        budget = needed
+        fixed = _fixed(config, model, numerics, budget).total_bytes
+        needed = fixed + model.spec.moe.top_k * slot_bytes
+    return budget
 
 
 def _check_dtype(config: EngineConfig, model: ModelFacts) -> None:
@@ -141,19 +188,14 @@ def _check_dtype(config: EngineConfig, model: ModelFacts) -> None:
 
 
 def _capacity(
-    config: EngineConfig, spec: ModelSpec, *, budget: int, fixed: int, slot_bytes: int
-) -> int:
+    config: EngineConfig, spec: ModelSpec, budget: int, fixed: int, slot_bytes: int
+) -> int | None:
+    """Experts per layer, or None if "auto" cannot hold even top_k of them."""
     top_k, num_experts = spec.moe.top_k, spec.moe.num_experts
     most = min(num_experts, max(0, budget - fixed) // slot_bytes)
-    if config.capacity == "auto":
-        if most < top_k:
-            raise ConfigError(
-                f"memory_budget_bytes={budget} is too small: weights, states and scratch take {fixed} "
-                f"and top_k={top_k} experts of each layer {top_k * slot_bytes}; "
-                f"set it to {fixed + top_k * slot_bytes} or more"
-            )
-        return most
     capacity = config.capacity
+    if capacity == "auto":
+        return most if most >= top_k else None
     if capacity < top_k:
         raise ConfigError(
             f"capacity={capacity} is below top_k={top_k}: one token needs {top_k} experts of a layer "
@@ -184,11 +226,11 @@ def _state_sizes(spec: ModelSpec, itemsize: int) -> tuple[int, int]:
     return kv, (len(spec.layers) - num_attention) * (conv + recurrence)
 
 
-def _scratch(spec: ModelSpec, numerics: Numerics, itemsize: int) -> int:
+def _scratch(spec: ModelSpec, numerics: Numerics, context: int, itemsize: int) -> int:
     """Largest temporaries of one prefill chunk: the experts' rows, or the attention scores of a tile."""
     tokens = min(numerics.prefill_chunk, spec.max_position_embeddings)
     moe = spec.moe
     expert_rows = tokens * moe.top_k * (2 * spec.hidden_size + 3 * moe.intermediate_size) * itemsize
     tile = min(numerics.attention_tile, tokens)
-    scores = 2 * tile * spec.max_position_embeddings * spec.attention.num_heads * 4
+    scores = 2 * tile * context * spec.attention.num_heads * itemsize
     return max(expert_rows, scores)

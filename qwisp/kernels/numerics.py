@@ -119,7 +119,7 @@ def rules_for(device: str, *, dtype: str, prefill_chunk: int) -> Numerics:
         mlx_version=mx.__version__,
         dtype=dtype,
         prefill_chunk=prefill_chunk,
-        attention_tile=256,
+        attention_tile=128,
         linear_rows=linear_rows,
         dense_rows_max=dense_rows_max,
         gather_pairs_min=gather_pairs_min,
