@@ -1,20 +1,24 @@
 """The oracle: mlx-lm's logits for a token sequence, and how close its routers came to a tie.
 
 mlx-lm is an independent implementation of the same models. Where a router's margin between the last
-chosen expert and the next is below rounding, two right implementations may choose differently, and
-from there on their states differ; so logits are compared up to the first such position.
+chosen expert and the next is below rounding (a tie), two right implementations may choose
+differently, and from there on their states differ. So the routes are compared too: they may differ
+at ties only, and the logits must agree at every position before the first route that does.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 from mlx_lm.utils import load_model
+
+import qwisp.engine.moe as moe
 
 TIE_MARGIN = 1e-5
 ARGMAX_MARGIN = 1e-3
@@ -23,43 +27,53 @@ LOGITS_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class OracleRun:
-    """Teacher-forced logits `[tokens, vocab]` and, per token, the least router margin of any layer."""
+    """A teacher-forced run.
+
+    logits: `[tokens, vocab]`. routes: `[moe layers, tokens, top_k]`, ids ascending. margins:
+    `[moe layers, tokens]`, of the last chosen expert's probability over the next one's.
+    """
 
     logits: np.ndarray
-    router_margins: np.ndarray
+    routes: np.ndarray
+    margins: np.ndarray
 
     @property
-    def num_ties(self) -> int:
+    def tie_positions(self) -> np.ndarray:
         """Positions where some router came within TIE_MARGIN of choosing differently."""
-        return int((self.router_margins < TIE_MARGIN).sum())
+        return np.flatnonzero((self.margins < TIE_MARGIN).any(axis=0))
 
-    @property
-    def compared_len(self) -> int:
-        """Positions before the first tie."""
-        ties = np.flatnonzero(self.router_margins < TIE_MARGIN)
-        return int(ties[0]) if len(ties) else len(self.router_margins)
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far two runs went together."""
+
+    positions_compared: int
+    largest_difference: float
+    num_ties: int
 
 
 def run_oracle(folder: Path, token_ids: list[int]) -> OracleRun:
     """All logits of a sequence in one call of mlx-lm's model."""
     model, _ = load_model(folder)
-    with _recorded_margins() as margins:
+    with _recorded_gates() as calls:
         logits = model(mx.array(token_ids)[None])[0].astype(mx.float32)
         mx.eval(logits)
-    least = np.min([np.array(layer).reshape(-1) for layer in margins], axis=0)
-    return OracleRun(np.array(logits), least)
+    gates, top_k = np.stack([np.array(each[0]) for each, _ in calls]), calls[0][1]
+    order = np.argsort(-gates, axis=-1, kind="stable")
+    chosen = np.take_along_axis(gates, order[..., top_k - 1 : top_k + 1], axis=-1)
+    routes = np.sort(order[..., :top_k], axis=-1)
+    return OracleRun(np.array(logits), routes, chosen[..., 0] - chosen[..., 1])
 
 
 @contextmanager
-def _recorded_margins() -> Iterator[list[mx.array]]:
-    """Collect each MoE block's margin between its k-th and (k+1)-th probability, `[tokens]`."""
-    margins: list[mx.array] = []
+def _recorded_gates() -> Iterator[list[tuple[mx.array, int]]]:
+    """Collect each MoE block's router probabilities, `[1, tokens, experts]`, and its top_k."""
+    calls: list[tuple[mx.array, int]] = []
     originals = {cls: cls.__call__ for cls in (Qwen3MoeSparseMoeBlock, Qwen3NextSparseMoeBlock)}
 
     def recording(original):
         def call(self, x):
-            gates = mx.sort(mx.softmax(self.gate(x), axis=-1, precise=True), axis=-1)
-            margins.append(gates[..., -self.top_k] - gates[..., -self.top_k - 1])
+            calls.append((mx.softmax(self.gate(x), axis=-1, precise=True), self.top_k))
             return original(self, x)
 
         return call
@@ -67,26 +81,69 @@ def _recorded_margins() -> Iterator[list[mx.array]]:
     for cls, original in originals.items():
         cls.__call__ = recording(original)
     try:
-        yield margins
+        yield calls
     finally:
         for cls, original in originals.items():
             cls.__call__ = original
 
 
-def assert_agrees(run: OracleRun, logits: np.ndarray, positions: np.ndarray) -> float:
+@contextmanager
+def recorded_routes() -> Iterator[dict[int, list[np.ndarray]]]:
+    """Collect the ids that qwisp's own routers choose: per layer, `[rows, top_k]` of each call."""
+    routes: dict[int, list[np.ndarray]] = {}
+    call, route = moe.MoEBlock.__call__, moe.route
+    layers: list[int] = []
+
+    def entering(self, x, math):
+        layers.append(self.layer)
+        return call(self, x, math)
+
+    def recording(*args, **kwargs):
+        ids, scores = route(*args, **kwargs)
+        routes.setdefault(layers[-1], []).append(np.array(ids))
+        return ids, scores
+
+    with mock.patch.object(moe.MoEBlock, "__call__", entering):
+        with mock.patch.object(moe, "route", recording):
+            yield routes
+
+
+def assert_agrees(
+    run: OracleRun,
+    logits: np.ndarray,
+    positions: np.ndarray,
+    routes: dict[int, list[np.ndarray]],
+) -> Agreement:
     """Hold our logits, `[len(positions), vocab]`, against the oracle's at those positions.
 
-    Returns the largest difference over the positions before the first tie.
+    routes: ours from position 0 on, by layer; the last layer may lack those of a prefill, which needs
+    no output of it.
     """
+    limit = _first_route_difference(run, routes)
     expected = run.logits[positions]
-    before_tie = positions < run.compared_len
-    assert before_tie.any(), "the first tie comes before every position compared"
+    before = positions < limit
+    assert before.any(), f"routes differ from position {limit} on, before any compared"
     top_two = np.sort(expected, axis=-1)[:, -2:]
-    is_clear = before_tie & (top_two[:, 1] - top_two[:, 0] > ARGMAX_MARGIN)
+    is_clear = before & (top_two[:, 1] - top_two[:, 0] > ARGMAX_MARGIN)
     assert is_clear.any()
     np.testing.assert_array_equal(
         logits[is_clear].argmax(-1), expected[is_clear].argmax(-1), err_msg="argmax"
     )
-    worst = float(np.abs(logits - expected)[before_tie].max())
+    worst = float(np.abs(logits - expected)[before].max())
     assert worst <= LOGITS_TOLERANCE, f"largest logit difference {worst}"
-    return worst
+    return Agreement(int(before.sum()), worst, len(run.tie_positions))
+
+
+def _first_route_difference(run: OracleRun, routes: dict[int, list[np.ndarray]]) -> int:
+    """First position where a route differs, which must be a tie; the number of tokens if none does."""
+    num_tokens = run.routes.shape[1]
+    first = num_tokens
+    for index, layer in enumerate(sorted(routes)):
+        ours = np.sort(np.concatenate(routes[layer]), axis=-1)
+        start = num_tokens - len(ours)
+        differs = np.flatnonzero((ours != run.routes[index, start:]).any(axis=-1)) + start
+        if len(differs):
+            first = min(first, int(differs[0]))
+    if first < num_tokens:
+        assert first in run.tie_positions, f"a route differs at position {first}, which is no tie"
+    return first
