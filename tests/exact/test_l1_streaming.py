@@ -6,6 +6,7 @@ notices would mean that the test could not fail.
 
 import contextlib
 import dataclasses
+import json
 import random
 from pathlib import Path
 
@@ -28,11 +29,12 @@ NAMES = ["plain" if device is None else device.name for device in DEVICES]
 PROMPT_LENS = (1, 2, 7, 33, 150, 700)
 MAX_TOKENS = (520, 6, 6, 6, 6, 6)
 """The shortest prompt generates longest: differences that 48 tokens hide have shown at 300."""
+SHORT_TOKENS = (24, *MAX_TOKENS[1:])
 
 
 @pytest.fixture(scope="module")
 def two_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(
+    folder = make_checkpoint(
         tmp_path_factory.mktemp("two-layer"),
         "qwen3_5_moe",
         seed=11,
@@ -42,6 +44,10 @@ def two_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         top_k=8,
         vocab=512,
     )
+    # Without an end of text every request generates all it was asked for.
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    return folder
 
 
 def _prompts(lens: tuple[int, ...], vocab: int = 512, seed: int = 5) -> list[list[int]]:
@@ -68,11 +74,15 @@ def test_L1_streamed_equals_resident_at_every_capacity(
         reference = serve(two_layer, rules, ALL_EXPERTS, prompts, MAX_TOKENS)
         assert len(reference[0].token_ids) == MAX_TOKENS[0]
         for capacity in CAPACITIES:
-            outcomes = serve(two_layer, rules, capacity, prompts, MAX_TOKENS)
-            for length, expected, outcome in zip(PROMPT_LENS, reference, outcomes, strict=True):
+            # On a modelled device the long run is at the smallest capacity, where nearly every
+            # step of a batch is split; the others repeat its beginning.
+            is_long = device is None or capacity == min(CAPACITIES)
+            limits = MAX_TOKENS if is_long else SHORT_TOKENS
+            outcomes = serve(two_layer, rules, capacity, prompts, limits)
+            for expected, outcome, limit in zip(reference, outcomes, limits, strict=True):
                 where = _first_difference(expected, outcome)
-                assert where is None, f"C={capacity}, prompt of {length}: token {where} differs"
-                assert outcome == expected
+                assert where is None, f"C={capacity}, limit {limit}: token {where} differs"
+                assert outcome.token_ids == expected.token_ids[:limit]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=NAMES)
