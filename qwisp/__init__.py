@@ -1,4 +1,4 @@
-"""Runs Mixture-of-Experts language models too big for memory: experts streamed, lanes shared, bits exact."""
+"""Runs MoE models whose experts stay on flash, bit for bit as if everything were in memory."""
 
 from qwisp.config import EngineConfig, SamplingParams
 from qwisp.engine.engine import Engine
