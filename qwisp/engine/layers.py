@@ -148,6 +148,9 @@ def _gated_delta_net(
     z = math.linear(x, w.in_proj_z).reshape(num_rows, spec.num_value_heads, spec.value_head_dim)
     beta = mx.sigmoid(math.linear(x, w.in_proj_b))
     g = gdn.decay(math.linear(x, w.in_proj_a), w.a_log, w.dt_bias)
+    if math.phase == "prefill":
+        # The recurrence takes the host long to describe; the device works on the projections meanwhile.
+        mx.async_eval(qkv, z, beta, g)
     outputs = []
     for lane_idx, state in enumerate(states):
         assert isinstance(state, GDNState)

@@ -64,7 +64,7 @@ class MoEBlock:
     def _resident_pairs(self, x: mx.array, ids: mx.array, math: RowMath) -> mx.array:
         self._unobserved.append(ids)
         num_rows, top_k = ids.shape
-        row_idx = mx.repeat(mx.arange(num_rows, dtype=mx.uint32), top_k)
+        row_idx = mx.array(np.repeat(np.arange(num_rows, dtype=np.uint32), top_k))
         return expert_pairs(x, row_idx, ids.reshape(-1), self._bank, math.numerics)
 
     def _streamed(

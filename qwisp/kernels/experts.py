@@ -58,7 +58,7 @@ def expert_pairs(
     gate = _gathered(rows, row_idx, slots, bank.gate_proj)
     up = _gathered(rows, row_idx, slots, bank.up_proj)
     hidden = swiglu(gate, up)
-    in_order = mx.arange(row_idx.shape[0], dtype=mx.uint32)
+    in_order = mx.array(np.arange(row_idx.shape[0], dtype=np.uint32))
     out = _gathered(hidden, in_order, slots, bank.down_proj)[:, 0]
     return out[:num_pairs] if padding > 0 else out
 

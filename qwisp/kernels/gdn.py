@@ -11,6 +11,7 @@ import mlx.core as mx
 from qwisp.kernels.elementwise import silu
 
 
+@mx.compile
 def causal_conv(
     x: mx.array, history: mx.array, weight: mx.array
 ) -> tuple[mx.array, mx.array]:
@@ -28,6 +29,7 @@ def causal_conv(
     return silu(total), mx.contiguous(window[num_tokens:])
 
 
+@mx.compile
 def normalize_qk(q: mx.array, k: mx.array, *, eps: float = 1e-6) -> tuple[mx.array, mx.array]:
     """L2-normalised queries and keys, `[..., head_dim]`; the queries also carry `head_dim ** -0.5`.
 
@@ -65,17 +67,22 @@ def delta_rule(
         q, k = mx.repeat(q, repeats, axis=1), mx.repeat(k, repeats, axis=1)
     outputs = []
     for t in range(q.shape[0]):
-        y, state = _delta_step(q[t], k[t], v[t], g[t], beta[t], state)
+        # A slice of one token is a view, where an integer index would gather a copy.
+        token = (x[t : t + 1] for x in (q, k, v, g, beta))
+        y, state = _delta_step(*token, state)
         outputs.append(y)
-    return mx.stack(outputs).astype(q.dtype), state
+    return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype), state
 
 
 @mx.compile
 def _delta_step(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    decayed = state * g[:, None, None]
-    recalled = (decayed * k[:, None, :]).sum(axis=-1)
-    written = (v - recalled) * beta[:, None]
-    state = decayed + k[:, None, :] * written[..., None]
-    return (state * q[:, None, :]).sum(axis=-1), state
+    """One token: q, k `[1, value_heads, key_dim]`, v `[1, value_heads, value_dim]`, g, beta `[1, value_heads]`."""
+    heads, value_dim, key_dim = state.shape
+    key = k.reshape(heads, 1, key_dim)
+    decayed = state * g.reshape(heads, 1, 1)
+    recalled = (decayed * key).sum(axis=-1, keepdims=True)
+    written = (v.reshape(heads, value_dim, 1) - recalled) * beta.reshape(heads, 1, 1)
+    state = decayed + key * written
+    return (state * q.reshape(heads, 1, key_dim)).sum(axis=-1)[None], state
