@@ -1,11 +1,21 @@
-"""What comes from the caller: engine settings and sampling parameters. Never written after creation."""
+"""What comes from the caller: engine settings and sampling. Never written after creation."""
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from qwisp.errors import ConfigError
+
+_ENVIRONMENT = {
+    "QWISP_CAPACITY": "capacity",
+    "QWISP_MEMORY_BUDGET_BYTES": "memory_budget_bytes",
+    "QWISP_IO_THREADS": "io_threads",
+    "QWISP_READ_GBS_LIMIT": "read_gbs_limit",
+}
+"""Every environment variable there is, and the setting of `EngineConfig` it fills."""
 
 
 class _Settings(BaseModel):
@@ -78,6 +88,29 @@ class EngineConfig(_Settings):
     record_routes: Path | None = None
     """Write the routed expert ids of every layer step to this trace file."""
 
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Settings from `QWISP_*` variables, the defaults for the rest. For command lines only.
+
+        Args:
+            environ: None is the environment of this process. An empty value counts as not set.
+
+        Raises:
+            ConfigError: a value is not one its setting takes; the message names the variable.
+        """
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for variable, field in _ENVIRONMENT.items():
+            text = environ.get(variable, "").strip()
+            if not text:
+                continue
+            values[field] = _number(text)
+            try:
+                cls(**{field: values[field]})
+            except ConfigError as invalid:
+                raise ConfigError(f"environment variable {variable}: {invalid}") from None
+        return cls(**values)
+
     @model_validator(mode="before")
     @classmethod
     def _accept_path_text(cls, values: Any) -> Any:
@@ -87,10 +120,19 @@ class EngineConfig(_Settings):
 
     @model_validator(mode="after")
     def _check_relations(self) -> Self:
-        if isinstance(self.kv_budget_bytes, int) and isinstance(self.memory_budget_bytes, int):
-            if self.kv_budget_bytes > self.memory_budget_bytes:
-                raise ValueError(
-                    f"kv_budget_bytes={self.kv_budget_bytes} is above "
-                    f"memory_budget_bytes={self.memory_budget_bytes}, of which it is a part"
-                )
+        part, whole = self.kv_budget_bytes, self.memory_budget_bytes
+        if part != "auto" and whole != "auto" and part > whole:
+            raise ValueError(
+                f"kv_budget_bytes={part} is above memory_budget_bytes={whole}, of which it is part"
+            )
         return self
+
+
+def _number(text: str) -> int | float | str:
+    """The number a text spells, or the text itself for the settings to judge."""
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text

@@ -20,7 +20,8 @@ class RequestError(QwispError, ValueError):
 
 
 class CheckpointError(QwispError):
-    """A model folder cannot be used; the message names the file and, where there is one, the tensor."""
+    """A model folder cannot be used; the message names the file and, where there is one, the
+    tensor."""
 
 
 class ExpertReadError(QwispError):
@@ -49,4 +50,5 @@ class DeviceError(QwispError):
 
 
 class InvariantError(QwispError, AssertionError):
-    """An invariant of docs/design.md was broken: a fault in qwisp itself. The message starts with its id."""
+    """An invariant of docs/design.md was broken: a fault in qwisp itself. The message starts with
+    its id."""

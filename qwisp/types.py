@@ -1,4 +1,4 @@
-"""Words shared by all packages: what a request is and what comes back. Knows no arrays and no files."""
+"""Words shared by all packages: requests and what comes back. Knows no arrays, no files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,8 @@ class Request:
     deadline_s: float | None = None
     """Seconds from submission after which the request ends with what it has."""
     on_prefill: Callable[[int, int], None] | None = None
-    """Called on the engine's thread with (tokens done, tokens in all) while the prompt is computed."""
+    """Called on the engine's thread with (tokens done, tokens in all) while the prompt is
+    computed."""
 
 
 @dataclass(frozen=True, slots=True)

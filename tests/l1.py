@@ -1,4 +1,5 @@
-"""Runs of the promise L1: the same request under other circumstances, compared by bytes of logits."""
+"""Runs of the promise L1: the same request under other circumstances, compared by bytes of
+logits."""
 
 import hashlib
 from collections.abc import Sequence

@@ -103,9 +103,11 @@ def recorded_routes() -> Iterator[dict[int, list[np.ndarray]]]:
         routes.setdefault(layers[-1], []).append(np.array(ids))
         return ids, scores
 
-    with mock.patch.object(moe.MoEBlock, "__call__", entering):
-        with mock.patch.object(moe, "route", recording):
-            yield routes
+    with (
+        mock.patch.object(moe.MoEBlock, "__call__", entering),
+        mock.patch.object(moe, "route", recording),
+    ):
+        yield routes
 
 
 def assert_agrees(
@@ -116,8 +118,8 @@ def assert_agrees(
 ) -> Agreement:
     """Hold our logits, `[len(positions), vocab]`, against the oracle's at those positions.
 
-    routes: ours from position 0 on, by layer; the last layer may lack those of a prefill, which needs
-    no output of it.
+    routes: ours from position 0 on, by layer; the last layer may lack those of a prefill, which
+    needs no output of it.
     """
     limit = _first_route_difference(run, routes)
     expected = run.logits[positions]
@@ -135,7 +137,8 @@ def assert_agrees(
 
 
 def _first_route_difference(run: OracleRun, routes: dict[int, list[np.ndarray]]) -> int:
-    """First position where a route differs, which must be a tie; the number of tokens if none does."""
+    """First position where a route differs, which must be a tie; the number of tokens if none
+    does."""
     num_tokens = run.routes.shape[1]
     first = num_tokens
     for index, layer in enumerate(sorted(routes)):

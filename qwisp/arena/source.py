@@ -26,7 +26,8 @@ class ExpertPart:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """All routed experts of one layer. Parts have one fixed order, so that equal bytes mean equal experts."""
+    """All routed experts of one layer. Parts have one fixed order, so that equal bytes mean equal
+    experts."""
 
     layer: int
     num_experts: int

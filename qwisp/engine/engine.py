@@ -23,19 +23,23 @@ OnProgress = Callable[[int, int], None]
 
 
 class Engine:
-    """A loaded model that generates. Create it with `Engine.load`, close it or use it in a `with` block.
+    """A loaded model that generates. Create it with `Engine.load`, close it or use it in a `with`
+    block.
 
-    All computation happens on one thread of the engine's own, so every method may be called from any
-    thread. Requests are served first come, first served (L4); each one ends, one way or another (L5).
+    All computation happens on one thread of the engine's own, so every method may be called from
+    any thread. Requests are served first come, first served (L4); each one ends, one way or another
+    (L5).
     """
 
-    def __init__(self, model: str | Path | None, config: EngineConfig, on_progress: OnProgress | None):
+    def __init__(
+        self, model: str | Path | None, config: EngineConfig, on_progress: OnProgress | None
+    ):
         """Use `Engine.load`."""
         self.config = config
         self._inbox: queue.SimpleQueue[Handle | None] = queue.SimpleQueue()
         self._submit_lock = threading.Lock()
         self._is_closed = False
-        self._active: Generation | None = None
+        self._serving: Handle | None = None
         self._counters = Counters()
         self._load_error: BaseException | None = None
         ready = threading.Event()
@@ -195,16 +199,16 @@ class Engine:
             raise RequestError(
                 f"a prompt of {len(prompt_ids)} tokens and max_tokens={request.max_tokens} are "
                 f"{num_tokens} together; this engine holds {plan.max_context_tokens} "
-                f"({plan.lane_bytes(num_tokens)} of {plan.state_budget_bytes} bytes of state): shorten "
-                "one, or raise kv_budget_bytes if the model's context allows"
+                f"({plan.lane_bytes(num_tokens)} of {plan.state_budget_bytes} bytes of state): "
+                "shorten one, or raise kv_budget_bytes if the model's context allows"
             )
 
     def _check_stop(self, request: Request) -> None:
         StopMatcher(request.stop)
         if request.stop and not self._loaded.tokenizer.has_text:
             raise RequestError(
-                f"stop={list(request.stop)!r}: the model folder has no tokenizer, so there is no text "
-                "to find stop strings in; leave stop empty"
+                f"stop={list(request.stop)!r}: the model folder has no tokenizer, so there is no "
+                "text to find stop strings in; leave stop empty"
             )
 
     def _main(
@@ -220,13 +224,16 @@ class Engine:
             ready.set()
         try:
             self._serve()
-        finally:
-            self._shut_down()
+        except BaseException as fault:
+            self._shut_down(fault)
+            raise
+        self._shut_down(None)
 
     def _serve(self) -> None:
         """Serve one request after another until `close` puts None in the inbox."""
         while (handle := self._inbox.get()) is not None:
-            self._active = Generation(
+            self._serving = handle
+            generation = Generation(
                 handle,
                 self._loaded.model,
                 self._loaded.tokenizer,
@@ -234,32 +241,34 @@ class Engine:
                 lookahead=self._loaded.arena.is_resident,
                 record_logits=self.config.record_logits,
             )
-            while not self._step(self._active):
+            while not _step(generation):
                 if self._is_closed:
                     handle.cancel()
-            self._active = None
+            self._serving = None
 
-    def _step(self, generation: Generation) -> bool:
-        """Advance a request by one layer of prefill or one token; True when it has ended."""
-        try:
-            return generation.advance()
-        except QwispError as error:
-            generation.fail(error)
-            return True
-
-    def _shut_down(self) -> None:
-        """End whatever is still open, also when a fault of ours ends the thread, and free the files."""
+    def _shut_down(self, fault: BaseException | None) -> None:
+        """End every open request and free the files; `fault` is ours, if one ended the thread."""
         with self._submit_lock:
             self._is_closed = True
-        closed = EngineClosed("the engine was closed before this request ended")
-        if self._active is not None:
-            self._active.fail(closed)
-            self._active = None
+        digest = self._loaded.model.numerics.digest
+        if self._serving is not None:
+            self._serving.finish(_ended(self._serving, digest, _engine_fault(fault)))
         while not self._inbox.empty():
             handle = self._inbox.get()
             if handle is not None:
-                handle.finish(_cancelled(handle, self._loaded.model.numerics.digest))
+                handle.finish(
+                    _ended(handle, digest, None if fault is None else _engine_fault(fault))
+                )
         self._loaded.arena.close()
+
+
+def _step(generation: Generation) -> bool:
+    """Advance a request by one layer of prefill or one token; True when it has ended."""
+    try:
+        return generation.advance()
+    except QwispError as error:
+        generation.fail(error)
+        return True
 
 
 def _request(
@@ -275,12 +284,20 @@ def _stream(handle: Handle) -> Iterator[TokenEvent]:
         handle.cancel()
 
 
-def _cancelled(handle: Handle, numerics_digest: str) -> Completion:
+def _engine_fault(fault: BaseException | None) -> EngineClosed:
+    error = EngineClosed(f"the engine stopped on a fault of its own: {fault!r}")
+    error.__cause__ = fault
+    return error
+
+
+def _ended(handle: Handle, numerics_digest: str, error: EngineClosed | None) -> Completion:
+    """The end of a request that generated nothing: cancelled by `close`, or failed with the
+    engine."""
     return Completion(
         token_ids=(),
         text="",
-        finish_reason="cancelled",
-        error=None,
+        finish_reason="cancelled" if error is None else "error",
+        error=error,
         prompt_tokens=len(handle.prompt_ids),
         timings=Timings(queued_s=time.monotonic() - handle.submitted_at),
         numerics_digest=numerics_digest,

@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -40,8 +41,8 @@ class Generation:
     """The life of one request on the engine's thread.
 
     `advance` does a bounded piece of work: one layer of a prefill, or one token. With every expert
-    resident the next token's step is launched before the host has read the current one, so the device
-    never waits for the host.
+    resident the next token's step is launched before the host has read the current one, so the
+    device never waits for the host.
     """
 
     def __init__(
@@ -141,8 +142,8 @@ class Generation:
 
     def _read(self, launched: _Launched) -> int:
         started = self._clock()
-        token_id = int(launched.token.item())
-        peak = float(launched.peak_logit.item())
+        token_id = cast(int, launched.token.item())
+        peak = cast(float, launched.peak_logit.item())
         self._counters.compute_wait_s += self._clock() - started
         if not float("-inf") < peak < float("inf"):
             raise DeviceError(
@@ -150,7 +151,8 @@ class Generation:
                 "device produced something that is not a number"
             )
         if self._record_logits:
-            self._digests.append(hashlib.sha256(memoryview(launched.step.logits[0])).hexdigest())
+            row: Any = launched.step.logits[0]
+            self._digests.append(hashlib.sha256(memoryview(row)).hexdigest())
         return token_id
 
     def _accept(self, token_id: int, *, is_last: bool) -> bool:
@@ -209,7 +211,8 @@ class Generation:
 
 
 def _call(callback: Callable[[int, int], None], done: int, total: int) -> None:
-    """Run a caller's callback on our thread: whatever it raises ends its own request and no other."""
+    """Run a caller's callback on our thread: whatever it raises ends its own request and no
+    other."""
     try:
         callback(done, total)
     except Exception as fault:

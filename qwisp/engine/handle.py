@@ -1,4 +1,4 @@
-"""A request as its owner sees it, from any thread: tokens as they come, the result, a way to cancel."""
+"""A request as its owner sees it, from any thread: its tokens, its result, a way to cancel."""
 
 import queue
 import threading

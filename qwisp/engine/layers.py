@@ -1,4 +1,4 @@
-"""The decoder layer on rows: attention or GDN on each lane's own state, then the feed-forward part."""
+"""The decoder layer on rows: a mixer on each lane's own state, then the feed-forward part."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ from qwisp.lanes.state import GDNState, KVArena, LaneState
 class RowBatch:
     """Which rows of a call belong to which lane.
 
-    In decode each lane has one row; in prefill there is one lane, with a chunk of consecutive tokens.
+    In decode each lane has one row; in prefill there is one lane, with a chunk of consecutive
+    tokens.
     """
 
     phase: Phase
@@ -59,7 +60,7 @@ class RowMath:
 
 
 FeedForward = Callable[[mx.array, RowMath], mx.array]
-"""The feed-forward part of one layer: `[rows, hidden]` to the same. For experts it may read from disk."""
+"""The feed-forward part of a layer: `[rows, hidden]` to the same. Experts may come from disk."""
 
 
 def decoder_layer(
@@ -73,8 +74,8 @@ def decoder_layer(
 ) -> mx.array:
     """One layer, advancing every lane's state.
 
-    x: `[rows, hidden]`. `feed_forward` None: the output is not needed, only the states are (the last
-    layer of a prefill); the value returned is then only good for being dropped.
+    x: `[rows, hidden]`. `feed_forward` None: the output is not needed, only the states are (the
+    last layer of a prefill); the value returned is then only good for being dropped.
     """
     normed = mx.fast.rms_norm(x, w.input_norm, spec.rms_norm_eps)
     states = [state.layers[index] for state in batch.states]
@@ -149,7 +150,8 @@ def _gated_delta_net(
     beta = mx.sigmoid(math.linear(x, w.in_proj_b))
     g = gdn.decay(math.linear(x, w.in_proj_a), w.a_log, w.dt_bias)
     if math.phase == "prefill":
-        # The recurrence takes the host long to describe; the device works on the projections meanwhile.
+        # The recurrence takes the host long to describe; the device works on the projections
+        # meanwhile.
         mx.async_eval(qkv, z, beta, g)
     outputs = []
     for lane_idx, state in enumerate(states):

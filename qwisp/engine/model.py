@@ -1,4 +1,4 @@
-"""The model's forward on rows: prefill of one lane in canonical chunks, decode of one row per lane."""
+"""The forward on rows: prefill of one lane in canonical chunks, decode of one row per lane."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from qwisp.engine.checkpoint import Checkpoint
 from qwisp.engine.layers import FeedForward, RowBatch, RowMath, decoder_layer
 from qwisp.engine.moe import MoEBlock
 from qwisp.engine.spec import ModelSpec
-from qwisp.engine.weights import ModelWeights, MoEWeights
+from qwisp.engine.weights import ModelWeights, MoEWeights, SwiGLUWeights
 from qwisp.kernels.experts import ExpertBank
-from qwisp.kernels.linear import embed
+from qwisp.kernels.linear import Phase, embed
 from qwisp.kernels.numerics import Numerics
 from qwisp.kernels.weights import QuantizedWeight
 from qwisp.lanes.state import GDNState, KVArena, LaneState
@@ -64,8 +64,7 @@ class Model:
                 self._moe[index] = block
                 self._feed_forward.append(block)
             else:
-                dense = layer.feed_forward
-                self._feed_forward.append(lambda x, math, dense=dense: math.swiglu(x, dense))
+                self._feed_forward.append(_Dense(layer.feed_forward))
 
     @property
     def compute_wait_s(self) -> float:
@@ -102,8 +101,8 @@ class Model:
         """Advance a lane over `token_ids`, pausing after every layer.
 
         Chunks end at multiples of `prefill_chunk`, whatever the lane's position, so equal positions
-        always meet equal calls. Nothing is computed unless the iterator is consumed; the state may be
-        used again once it is exhausted.
+        always meet equal calls. Nothing is computed unless the iterator is consumed; the state may
+        be used again once it is exhausted.
         """
         done = 0
         while done < len(token_ids):
@@ -117,7 +116,7 @@ class Model:
     def _prefill_chunk(self, chunk: Sequence[int], state: LaneState) -> Iterator[int]:
         batch = RowBatch("prefill", (state,), len(chunk))
         math = RowMath(self.numerics, "prefill")
-        x = embed(mx.array(chunk, dtype=mx.uint32), self._weights.embed_tokens)
+        x = embed(mx.array(list(chunk), dtype=mx.uint32), self._weights.embed_tokens)
         last = len(self._weights.layers) - 1
         for index, layer in enumerate(self._weights.layers):
             # No logits come from a prefill, so of the last layer only the state is needed.
@@ -134,8 +133,8 @@ class Model:
     def decode(self, token_ids: mx.array, states: Sequence[LaneState]) -> DecodeStep:
         """Advance each lane by one token.
 
-        token_ids: uint32 `[lanes]`, which may be the unevaluated result of the step before. With every
-        expert resident nothing is evaluated here; otherwise each layer waits for its router.
+        token_ids: uint32 `[lanes]`, which may be the unevaluated result of the step before. With
+        every expert resident nothing is evaluated here; otherwise each layer waits for its router.
         """
         batch = RowBatch("decode", tuple(states), len(states))
         math = RowMath(self.numerics, "decode")
@@ -156,9 +155,19 @@ class Model:
             (index, ids) for index, block in self._moe.items() for ids in block.take_routes()
         )
 
-    def _observe(self, routes: tuple[tuple[int, mx.array], ...], kind: str) -> None:
+    def _observe(self, routes: tuple[tuple[int, mx.array], ...], kind: Phase) -> None:
         for layer, ids in routes:
             self._arena.observe(layer, np.array(ids), kind=kind)
+
+
+class _Dense:
+    """The feed-forward part of a layer without experts."""
+
+    def __init__(self, weights: SwiGLUWeights) -> None:
+        self._weights = weights
+
+    def __call__(self, x: mx.array, math: RowMath) -> mx.array:
+        return math.swiglu(x, self._weights)
 
 
 def _expert_bank(checkpoint: Checkpoint, arena: ExpertArena, layer: int) -> ExpertBank:

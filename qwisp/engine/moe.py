@@ -16,8 +16,8 @@ from qwisp.kernels.experts import ExpertBank, combine, expert_pairs, expert_rows
 class MoEBlock:
     """Routed experts of one layer, plus the shared one.
 
-    While an expert is missing the host must know the routes, so a streaming layer waits once for its
-    router. A resident layer of few rows does not: expert `e` is in slot `e`, and the routes are
+    While an expert is missing the host must know the routes, so a streaming layer waits once for
+    its router. A resident layer of few rows does not: expert `e` is in slot `e`, and the routes are
     collected for `take_routes` after the whole step has been evaluated.
     """
 
@@ -40,9 +40,7 @@ class MoEBlock:
             math.linear(x, w.router), top_k=spec.top_k, norm_topk_prob=spec.norm_topk_prob
         )
         shared = self._shared(x, math)
-        expert_major = (
-            math.phase == "prefill" and x.shape[0] >= math.numerics.expert_major_tokens
-        )
+        expert_major = math.phase == "prefill" and x.shape[0] >= math.numerics.expert_major_tokens
         if self._arena.is_resident and not expert_major:
             placed = self._resident_pairs(x, ids, math)
         else:

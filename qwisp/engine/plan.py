@@ -10,8 +10,8 @@ from qwisp.errors import ConfigError
 from qwisp.kernels.numerics import Numerics
 
 AUTO_BUDGET_SHARE = 0.6
-"""Share of the machine's memory that "auto" takes. The rest is not idle: it is the page cache in front
-of the experts, and a machine that swaps is slower than any arena makes it fast."""
+"""Share of the machine's memory that "auto" takes. The rest is not idle: it is the page cache in
+front of the experts, and a machine that swaps is slower than any arena makes it fast."""
 
 AUTO_STATE_SHARE = 0.125
 """Most of the budget that "auto" gives to the states of running requests."""
@@ -65,9 +65,7 @@ class Plan:
     @property
     def total_bytes(self) -> int:
         """Everything together; at most the budget."""
-        return (
-            self.resident_bytes + self.arena_bytes + self.state_budget_bytes + self.scratch_bytes
-        )
+        return self.resident_bytes + self.arena_bytes + self.state_budget_bytes + self.scratch_bytes
 
     @property
     def is_resident(self) -> bool:
@@ -80,12 +78,18 @@ class Plan:
 
     def __str__(self) -> str:
         gib = 1 << 30
+        parts = {
+            "weights": self.resident_bytes,
+            "experts": self.arena_bytes,
+            "states": self.state_budget_bytes,
+            "scratch": self.scratch_bytes,
+        }
+        memory = ", ".join(f"{name} {nbytes / gib:.2f}" for name, nbytes in parts.items())
         return (
-            f"{self.model} on {self.device}: {self.capacity} of {self.num_experts} experts per layer "
-            f"in memory, {self.total_bytes / gib:.2f} of {self.memory_budget_bytes / gib:.2f} GiB "
-            f"planned (weights {self.resident_bytes / gib:.2f}, experts {self.arena_bytes / gib:.2f}, "
-            f"states {self.state_budget_bytes / gib:.2f}, scratch {self.scratch_bytes / gib:.2f}), "
-            f"context {self.max_context_tokens} tokens, numerics {self.numerics_digest[:12]}"
+            f"{self.model} on {self.device}: {self.capacity} of {self.num_experts} experts "
+            f"of a layer in memory, {self.total_bytes / gib:.2f} of {self.memory_budget_bytes / gib:.2f} GiB "
+            f"planned ({memory}), context {self.max_context_tokens} tokens, "
+            f"numerics {self.numerics_digest[:12]}"
         )
 
 
@@ -147,10 +151,12 @@ class _Fixed:
 def _fixed(config: EngineConfig, model: ModelFacts, numerics: Numerics, budget: int) -> _Fixed:
     spec, itemsize = model.spec, _ITEMSIZE[model.dtype]
     kv_per_token, gdn_per_lane = _state_sizes(spec, itemsize)
-    state_budget = config.kv_budget_bytes
-    if state_budget == "auto":
-        full_context = gdn_per_lane + spec.max_position_embeddings * kv_per_token
-        state_budget = min(full_context, int(budget * AUTO_STATE_SHARE))
+    full_context = gdn_per_lane + spec.max_position_embeddings * kv_per_token
+    state_budget = (
+        min(full_context, int(budget * AUTO_STATE_SHARE))
+        if config.kv_budget_bytes == "auto"
+        else config.kv_budget_bytes
+    )
     room = max(0, state_budget - gdn_per_lane)
     context = min(spec.max_position_embeddings, room // max(1, kv_per_token))
     return _Fixed(
@@ -168,8 +174,8 @@ def _least_budget(
 ) -> int:
     """The smallest budget that holds top_k experts per layer.
 
-    What is fixed grows with the budget, but by less than the budget does, so repeating the sum rises
-    to the answer.
+    What is fixed grows with the budget, but by less than the budget does, so repeating the sum
+    rises to the answer.
     """
     budget, needed = 0, 1
     while needed > budget:
@@ -182,8 +188,8 @@ def _least_budget(
 def _check_dtype(config: EngineConfig, model: ModelFacts) -> None:
     if config.dtype not in ("auto", model.dtype):
         raise ConfigError(
-            f"dtype={config.dtype}: the scales of {model.name} are {model.dtype}, and activations of "
-            f'another type would convert them at every call; use dtype="{model.dtype}" or "auto"'
+            f"dtype={config.dtype}: the scales of {model.name} are {model.dtype}, and activations "
+            f'of another type would convert them at every call; use dtype="{model.dtype}" or "auto"'
         )
 
 
@@ -198,8 +204,8 @@ def _capacity(
         return most if most >= top_k else None
     if capacity < top_k:
         raise ConfigError(
-            f"capacity={capacity} is below top_k={top_k}: one token needs {top_k} experts of a layer "
-            f"at once; set capacity to {top_k} or more"
+            f"capacity={capacity} is below top_k={top_k}: one token needs {top_k} experts of a "
+            f"layer at once; set capacity to {top_k} or more"
         )
     if capacity > num_experts:
         raise ConfigError(
@@ -227,7 +233,8 @@ def _state_sizes(spec: ModelSpec, itemsize: int) -> tuple[int, int]:
 
 
 def _scratch(spec: ModelSpec, numerics: Numerics, context: int, itemsize: int) -> int:
-    """Largest temporaries of one prefill chunk: the experts' rows, or the attention scores of a tile."""
+    """Largest temporaries of one prefill chunk: the experts' rows, or the attention scores of a
+    tile."""
     tokens = min(numerics.prefill_chunk, spec.max_position_embeddings)
     moe = spec.moe
     expert_rows = tokens * moe.top_k * (2 * spec.hidden_size + 3 * moe.intermediate_size) * itemsize

@@ -6,7 +6,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Full attention with grouped K/V heads, RMS norms on queries and keys, and rotary positions."""
+    """Full attention with grouped K/V heads, RMS norms on queries and keys, and rotary
+    positions."""
 
     num_heads: int
     num_kv_heads: int
@@ -31,7 +32,9 @@ class GDNSpec:
     @property
     def conv_channels(self) -> int:
         """Channels of the convolution: queries, keys, values."""
-        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+        return (
+            2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+        )
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ class SwiGLUWeights:
 
 @dataclass(frozen=True)
 class MoEWeights:
-    """The resident part of a mixture of experts. `shared*` are None where the family has no shared expert."""
+    """The resident part of a mixture of experts. `shared*` are None where the family has no shared
+    expert."""
 
     router: Weight
     shared_expert: SwiGLUWeights | None

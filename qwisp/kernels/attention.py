@@ -8,7 +8,8 @@ from qwisp.kernels.numerics import Numerics
 def rope(x: mx.array, position: int, *, dims: int, base: float) -> mx.array:
     """Rotary positions on the leading `dims` of each head.
 
-    x: `[tokens, heads, head_dim]` of consecutive positions from `position` on. Same shape and dtype back.
+    x: `[tokens, heads, head_dim]` of consecutive positions from `position` on. Same shape and dtype
+    back.
     """
     turned = mx.fast.rope(
         x.transpose(1, 0, 2)[None],
@@ -24,8 +25,8 @@ def rope(x: mx.array, position: int, *, dims: int, base: float) -> mx.array:
 def sdpa_decode(q: mx.array, k: mx.array, v: mx.array, *, scale: float) -> mx.array:
     """One row of a lane over all its keys.
 
-    q: `[1, heads, head_dim]`. k, v: `[keys, kv_heads, head_dim]`, the row's own key last; they are never
-    padded, since padding moves keys to other partial sums. Returns `[1, heads, head_dim]`.
+    q: `[1, heads, head_dim]`. k, v: `[keys, kv_heads, head_dim]`, the row's own key last; they are
+    never padded, since padding moves keys to other partial sums. Returns `[1, heads, head_dim]`.
     """
     assert q.shape[0] == 1, q.shape
     return _sdpa(q, k, v, scale=scale, mask=None)
@@ -37,8 +38,9 @@ def sdpa_prefill(
     """Causal attention of a chunk, in query tiles that end at multiples of `attention_tile`.
 
     q: `[tokens, heads, head_dim]` at positions `[position, position + tokens)`. k, v:
-    `[position + tokens, kv_heads, head_dim]`. A tile sees the keys up to its own end and no others, so
-    its call depends on absolute positions only and its scratch is bounded by tile * keys * heads.
+    `[position + tokens, kv_heads, head_dim]`. A tile sees the keys up to its own end and no others,
+    so its call depends on absolute positions only and its scratch is bounded by tile * keys *
+    heads.
     """
     outputs = []
     start, end = position, position + q.shape[0]

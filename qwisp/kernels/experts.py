@@ -1,7 +1,7 @@
-"""Mixture of experts: routing, the experts' SwiGLU on (row, k) pairs or expert by expert, the combine.
+"""Mixture of experts: routing, the experts' SwiGLU by pair or by expert, the combine.
 
-An expert's output goes to its own place `[rows, top_k, hidden]` and the places are added at the end in
-router order, so in how many passes the experts were computed does not matter (S1).
+An expert's output goes to its own place `[rows, top_k, hidden]` and the places are added at the end
+in router order, so in how many passes the experts were computed does not matter (S1).
 """
 
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ class ExpertBank:
 def route(
     router_logits: mx.array, *, top_k: int, norm_topk_prob: bool
 ) -> tuple[mx.array, mx.array]:
-    """Experts of each row, most probable first, equal probabilities by lower id, with their weights.
+    """Experts of each row with their weights, most probable first, ties to the lower id.
 
-    router_logits: `[rows, num_experts]`. Returns ids, uint32 `[rows, top_k]`, and scores, `[rows, top_k]`
-    in the dtype of the logits.
+    router_logits: `[rows, num_experts]`. Returns ids, uint32 `[rows, top_k]`, and scores, `[rows,
+    top_k]` in the dtype of the logits.
     """
     probabilities = mx.softmax(router_logits, axis=-1, precise=True)
     ids = mx.argsort(-probabilities, axis=-1)[:, :top_k]
@@ -46,8 +46,9 @@ def expert_pairs(
     """Experts on (row, expert) pairs, one row per pair, in one gathered call per projection.
 
     x: `[rows, hidden]`. row_idx, slots: uint32 `[pairs]`, the row and the bank slot of each pair.
-    Returns `[pairs, hidden]`. Pairs are padded to `gather_pairs_min` so that every call, of one pass or
-    of several, of one lane or of eight, uses the same kernel. Never sorted: that is another kernel.
+    Returns `[pairs, hidden]`. Pairs are padded to `gather_pairs_min` so that every call, of one
+    pass or of several, of one lane or of eight, uses the same kernel. Never sorted: that is another
+    kernel.
     """
     num_pairs = row_idx.shape[0]
     padding = numerics.gather_pairs_min - num_pairs
@@ -82,8 +83,8 @@ def _gathered(x: mx.array, row_idx: mx.array, slots: mx.array, w: QuantizedWeigh
 def expert_rows(x: mx.array, slot: int, bank: ExpertBank, numerics: Numerics) -> mx.array:
     """One expert on all the rows of one prompt's chunk that are routed to it, in one call.
 
-    x: `[rows, hidden]`. Returns `[rows, hidden]`. The shape depends on the prompt alone, so these calls
-    are free to take whatever kernel suits the row count; the rows must never be split.
+    x: `[rows, hidden]`. Returns `[rows, hidden]`. The shape depends on the prompt alone, so these
+    calls are free to take whatever kernel suits the row count; the rows must never be split.
     """
     gate = linear(x, _one(bank.gate_proj, slot), numerics, "prefill")
     up = linear(x, _one(bank.up_proj, slot), numerics, "prefill")
@@ -91,21 +92,19 @@ def expert_rows(x: mx.array, slot: int, bank: ExpertBank, numerics: Numerics) ->
 
 
 def _one(w: QuantizedWeight, slot: int) -> QuantizedWeight:
-    """The matrix in one slot, without a copy: a slice shares memory where an integer index gathers."""
-    return QuantizedWeight(
-        *(
-            part[slot : slot + 1].reshape(part.shape[1:])
-            for part in (w.weight, w.scales, w.biases)
-        ),
-        w.quantization,
+    """The matrix in one slot, without a copy: a slice shares memory where an integer index
+    gathers."""
+    weight, scales, biases = (
+        part[slot : slot + 1].reshape(part.shape[1:]) for part in (w.weight, w.scales, w.biases)
     )
+    return QuantizedWeight(weight, scales, biases, w.quantization)
 
 
 def place(outputs: list[mx.array], pair_idx: list[np.ndarray]) -> mx.array:
     """Outputs of several passes at their pairs' places.
 
-    outputs: `[pairs of the pass, hidden]` each. pair_idx: for each, the flat place `row * top_k + k` of
-    its pairs; together every place once. Returns `[rows * top_k, hidden]`.
+    outputs: `[pairs of the pass, hidden]` each. pair_idx: for each, the flat place `row * top_k +
+    k` of its pairs; together every place once. Returns `[rows * top_k, hidden]`.
     """
     if len(outputs) == 1 and np.array_equal(pair_idx[0], np.arange(len(pair_idx[0]))):
         return outputs[0]

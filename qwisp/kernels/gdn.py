@@ -1,7 +1,8 @@
 """Gated DeltaNet: depthwise causal convolution with history, and the gated delta-rule recurrence.
 
-Both run token by token in the same arithmetic for one token as for many, so prefill and decode agree.
-The recurrence is that of Yang et al., "Gated Delta Networks" (arXiv 2412.06464), with the state in f32.
+Both run token by token in the same arithmetic for one token as for many, so prefill and decode
+agree. The recurrence is that of Yang et al., "Gated Delta Networks" (arXiv 2412.06464), with the
+state in f32.
 """
 
 from functools import partial
@@ -12,14 +13,13 @@ from qwisp.kernels.elementwise import silu
 
 
 @mx.compile
-def causal_conv(
-    x: mx.array, history: mx.array, weight: mx.array
-) -> tuple[mx.array, mx.array]:
+def causal_conv(x: mx.array, history: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
     """Depthwise causal convolution of one lane's consecutive tokens, then SiLU.
 
     x: `[tokens, channels]`. history: the `taps - 1` inputs before them, oldest first. weight:
-    `[taps, channels]`, oldest tap first. Returns `[tokens, channels]` and the new history, which shares
-    no memory with its inputs. Written as a sum over taps: library convolutions pick kernels by shape.
+    `[taps, channels]`, oldest tap first. Returns `[tokens, channels]` and the new history, which
+    shares no memory with its inputs. Written as a sum over taps: library convolutions pick kernels
+    by shape.
     """
     taps, num_tokens = weight.shape[0], x.shape[0]
     window = mx.concatenate([history, x])
@@ -33,7 +33,8 @@ def causal_conv(
 def normalize_qk(q: mx.array, k: mx.array, *, eps: float = 1e-6) -> tuple[mx.array, mx.array]:
     """L2-normalised queries and keys, `[..., head_dim]`; the queries also carry `head_dim ** -0.5`.
 
-    `eps` is added to the sum of squares, as the reference does, while `rms_norm` adds to their mean.
+    `eps` is added to the sum of squares, as the reference does, while `rms_norm` adds to their
+    mean.
     """
     scale = q.shape[-1] ** -0.5
     mean_eps = eps * scale * scale
@@ -68,8 +69,8 @@ def delta_rule(
     outputs = []
     for t in range(q.shape[0]):
         # A slice of one token is a view, where an integer index would gather a copy.
-        token = (x[t : t + 1] for x in (q, k, v, g, beta))
-        y, state = _delta_step(*token, state)
+        q_t, k_t, v_t, g_t, beta_t = (x[t : t + 1] for x in (q, k, v, g, beta))
+        y, state = _delta_step(q_t, k_t, v_t, g_t, beta_t, state)
         outputs.append(y)
     return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype), state
 
@@ -78,7 +79,8 @@ def delta_rule(
 def _delta_step(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """One token: q, k `[1, value_heads, key_dim]`, v `[1, value_heads, value_dim]`, g, beta `[1, value_heads]`."""
+    """One token: q, k `[1, value_heads, key_dim]`, v `[1, value_heads, value_dim]`, g, beta `[1,
+    value_heads]`."""
     heads, value_dim, key_dim = state.shape
     key = k.reshape(heads, 1, key_dim)
     decayed = state * g.reshape(heads, 1, 1)

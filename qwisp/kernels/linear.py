@@ -8,8 +8,8 @@ from qwisp.kernels.numerics import Numerics
 from qwisp.kernels.weights import DenseWeight, QuantizedWeight, Weight
 
 Phase = Literal["prefill", "decode"]
-"""Prefill rows all belong to one prompt, so a call's shape depends on that prompt alone; decode rows
-belong to any lanes, so every call must stay inside one kernel class."""
+"""Prefill rows all belong to one prompt, so a call's shape depends on that prompt alone; decode
+rows belong to any lanes, so every call must stay inside one kernel class."""
 
 
 def linear(x: mx.array, w: Weight, numerics: Numerics, phase: Phase) -> mx.array:
@@ -28,7 +28,9 @@ def linear(x: mx.array, w: Weight, numerics: Numerics, phase: Phase) -> mx.array
     if low <= num_rows <= high:
         return _quantized(x, w)
     if num_rows < low:
-        return _quantized(mx.concatenate([x, mx.repeat(x[:1], low - num_rows, axis=0)]), w)[:num_rows]
+        return _quantized(mx.concatenate([x, mx.repeat(x[:1], low - num_rows, axis=0)]), w)[
+            :num_rows
+        ]
     return mx.concatenate([_quantized(x[a:b], w) for a, b in numerics.row_tiles(num_rows)])
 
 

@@ -1,13 +1,14 @@
 """`Numerics`: the frozen record of everything that may change a bit, and how each device fills it.
 
-Two runs with equal digests give equal bytes of logits for the same checkpoint and prompt (L1). Nothing
-here is ever derived from the capacity, the number of lanes or the memory of the machine.
+Two runs with equal digests give equal bytes of logits for the same checkpoint and prompt (L1).
+Nothing here is ever derived from the capacity, the number of lanes or the memory of the machine.
 """
 
 import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 
 import mlx.core as mx
 
@@ -25,9 +26,9 @@ expert hardly more than one row, and one gather call then beats a call per exper
 class Numerics:
     """Which form every operation takes.
 
-    MLX chooses a kernel by the shape of a call, and on a GPU another kernel means other bits. So each
-    rule below keeps the calls that may see several rows inside one kernel class, whatever else is in
-    the call; docs/exactness.md says where each class ends and how that is known.
+    MLX chooses a kernel by the shape of a call, and on a GPU another kernel means other bits. So
+    each rule below keeps the calls that may see several rows inside one kernel class, whatever else
+    is in the call; docs/exactness.md says where each class ends and how that is known.
     """
 
     device: str
@@ -40,13 +41,17 @@ class Numerics:
     attention_tile: int
     """Prefill attention runs in query tiles that end at multiples of this position."""
     linear_rows: tuple[int, int]
-    """Least and most rows of one quantised matmul in decode. More rows are tiled, fewer are padded."""
+    """Least and most rows of one quantised matmul in decode. More rows are tiled, fewer are
+    padded."""
     dense_rows_max: int
-    """Most rows of one dense matmul in decode. On a GPU it is 1: dense kernels change at every count."""
+    """Most rows of one dense matmul in decode. On a GPU it is 1: dense kernels change at every
+    count."""
     gather_pairs_min: int
-    """Least (row, expert) pairs of one gathered matmul; fewer are padded with a copy of the first."""
+    """Least (row, expert) pairs of one gathered matmul; fewer are padded with a copy of the
+    first."""
     expert_major_tokens: int
-    """Prefill chunks of at least this many tokens compute expert by expert, shorter ones pair by pair."""
+    """Prefill chunks of at least this many tokens compute expert by expert, shorter ones pair by
+    pair."""
     recipe: int = RECIPE
 
     def __post_init__(self) -> None:
@@ -106,9 +111,9 @@ def rules_for(device: str, *, dtype: str, prefill_chunk: int) -> Numerics:
     """The rules of a device by name, also of one that is not in this machine.
 
     Args:
-        device: `cpu`, `cuda` or `metal-applegpu_g<generation><size>`, such as `metal-applegpu_g13g`.
-        dtype: name of the activation type.
-        prefill_chunk: tokens of one prefill call.
+        device: `cpu`, `cuda` or `metal-applegpu_g<generation><size>`, such as
+        `metal-applegpu_g13g`. dtype: name of the activation type. prefill_chunk: tokens of one
+        prefill call.
 
     Raises:
         DeviceError: the device's kernel classes are not known.
@@ -116,7 +121,7 @@ def rules_for(device: str, *, dtype: str, prefill_chunk: int) -> Numerics:
     linear_rows, dense_rows_max, gather_pairs_min = _kernel_classes(device)
     return Numerics(
         device=device,
-        mlx_version=mx.__version__,
+        mlx_version=version("mlx"),
         dtype=dtype,
         prefill_chunk=prefill_chunk,
         attention_tile=128,
@@ -130,9 +135,9 @@ def rules_for(device: str, *, dtype: str, prefill_chunk: int) -> Numerics:
 def _kernel_classes(device: str) -> tuple[tuple[int, int], int, int]:
     """`linear_rows`, `dense_rows_max` and `gather_pairs_min` of a device, from MLX's dispatch.
 
-    Metal: `get_qmv_batch_limit` is 6 at its smallest, so 5 rows never leave the vector kernels; from
-    generation 15 (M3) on, one row alone takes another kernel than two or more. CUDA: both operations
-    change kernel at 8. MLX 0.32.4, mlx/backend/{metal,cuda}/quantized*.
+    Metal: `get_qmv_batch_limit` is 6 at its smallest, so 5 rows never leave the vector kernels;
+    from generation 15 (M3) on, one row alone takes another kernel than two or more. CUDA: both
+    operations change kernel at 8. MLX 0.32.4, mlx/backend/{metal,cuda}/quantized*.
     """
     if device == "cpu":
         return (1, 1 << 20), 1 << 20, 1

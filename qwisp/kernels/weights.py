@@ -7,7 +7,8 @@ import mlx.core as mx
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How one matrix is quantised. Taken from the checkpoint per layer and projection, never global."""
+    """How one matrix is quantised. Taken from the checkpoint per layer and projection, never
+    global."""
 
     bits: int
     group_size: int
@@ -18,8 +19,9 @@ class Quantization:
 class QuantizedWeight:
     """An affine-quantised matrix of `out_features` rows, or a stack of them on a leading axis.
 
-    `weight` is uint32 `[..., out, in * bits / 32]`; `scales` and `biases` are `[..., out, in / group_size]`
-    in the dtype of the activations, since MLX would otherwise convert them whole at every call.
+    `weight` is uint32 `[..., out, in * bits / 32]`; `scales` and `biases` are `[..., out, in /
+    group_size]` in the dtype of the activations, since MLX would otherwise convert them whole at
+    every call.
     """
 
     weight: mx.array

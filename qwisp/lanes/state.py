@@ -1,4 +1,4 @@
-"""What one lane owns: contiguous keys and values per attention layer, recurrent state per GDN layer."""
+"""What one lane owns: keys and values per attention layer, recurrent state per GDN layer."""
 
 import mlx.core as mx
 
@@ -8,8 +8,8 @@ from qwisp.errors import InvariantError
 class KVArena:
     """Keys and values of one lane in one attention layer, reserved once and never moved.
 
-    Layout `[reserved, kv_heads, head_dim]`: a prefix is contiguous and its strides do not depend on the
-    reservation, so neither do the bits of attention.
+    Layout `[reserved, kv_heads, head_dim]`: a prefix is contiguous and its strides do not depend on
+    the reservation, so neither do the bits of attention.
 
     Invariants: L2 (a lane never writes past its reservation).
     """
@@ -22,10 +22,11 @@ class KVArena:
         self._values = mx.zeros((reserved, kv_heads, head_dim), dtype)
 
     def append(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the next tokens, `[tokens, kv_heads, head_dim]`, and return all keys and values so far.
+        """Write the next tokens, `[tokens, kv_heads, head_dim]`, and return all keys and values so
+        far.
 
-        The write is in place as long as nobody else holds the arrays: callers drop what was returned
-        before the next append is evaluated.
+        The write is in place as long as nobody else holds the arrays: callers drop what was
+        returned before the next append is evaluated.
         """
         end = self.length + k.shape[0]
         if end > self.reserved:
@@ -46,8 +47,8 @@ class KVArena:
 class GDNState:
     """State of one lane in one GDN layer; its size does not grow with the sequence.
 
-    `conv`: the last `taps - 1` inputs of the convolution, in the activation dtype. `recurrence`: f32
-    `[value_heads, value_dim, key_dim]`; in 16 bits it drifts into nonsense.
+    `conv`: the last `taps - 1` inputs of the convolution, in the activation dtype. `recurrence`:
+    f32 `[value_heads, value_dim, key_dim]`; in 16 bits it drifts into nonsense.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class GDNState:
 
     def advance(self, conv: mx.array, recurrence: mx.array) -> None:
         """Replace both parts by those after the tokens just computed; shapes and dtypes stay."""
-        assert conv.shape == self._conv.shape and conv.dtype == self._conv.dtype
-        assert recurrence.shape == self._recurrence.shape and recurrence.dtype == mx.float32
+        assert (conv.shape, conv.dtype) == (self._conv.shape, self._conv.dtype)
+        assert (recurrence.shape, recurrence.dtype) == (self._recurrence.shape, mx.float32)
         self._conv, self._recurrence = conv, recurrence
 
     @property
@@ -99,7 +100,8 @@ class LaneState:
         return sum(array.nbytes for array in self.arrays())
 
     def check(self) -> None:
-        """Raise InvariantError unless every layer stands at the lane's length, inside its reservation."""
+        """Raise InvariantError unless every layer stands at the lane's length, inside its
+        reservation."""
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KVArena) and not (self.length == layer.length <= layer.reserved):
                 raise InvariantError(

@@ -1,7 +1,7 @@
 """L1: a request has the same bytes of logits at every capacity, plain and on every modelled device.
 
-Each claim comes with twins that break one rule of design section 1 on purpose; a twin that no device
-notices would mean that the test could not fail.
+Each claim comes with twins that break one rule of design section 1 on purpose; a twin that no
+device notices would mean that the test could not fail.
 """
 
 import contextlib

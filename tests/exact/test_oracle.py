@@ -1,4 +1,5 @@
-"""Our logits against mlx-lm's on the same checkpoints, teacher-forced, streamed at a small capacity."""
+"""Our logits against mlx-lm's on the same checkpoints, teacher-forced, streamed at a small
+capacity."""
 
 from importlib.metadata import version
 from pathlib import Path

@@ -22,7 +22,7 @@ def test_appended_keys_come_back_in_order_and_never_beyond_the_reservation(
     for i, size in enumerate(sizes):
         block = np.full((size, 2, 4), i + 1, np.float32)
         if len(written) + size > reserved:
-            with pytest.raises(InvariantError, match="^L2"):
+            with pytest.raises(InvariantError, match=r"^L2"):
                 kv.append(mx.array(block), mx.array(-block))
             assert kv.length == len(written)
             return

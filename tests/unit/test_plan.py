@@ -77,13 +77,15 @@ def test_refused_budget_names_the_least_that_works() -> None:
 
 
 def test_capacity_below_top_k_is_refused_with_the_least_that_works() -> None:
-    with pytest.raises(ConfigError, match="capacity=7 is below top_k=8.*set capacity to 8 or more"):
+    with pytest.raises(
+        ConfigError, match=r"capacity=7 is below top_k=8.*set capacity to 8 or more"
+    ):
         plan(EngineConfig(capacity=7), MODEL, MAC, RULES)
     assert plan(EngineConfig(capacity=8), MODEL, MAC, RULES).capacity == 8
 
 
 def test_capacity_above_the_experts_is_refused() -> None:
-    with pytest.raises(ConfigError, match="capacity=257.*set capacity to 256 or less"):
+    with pytest.raises(ConfigError, match=r"capacity=257.*set capacity to 256 or less"):
         plan(EngineConfig(capacity=257), MODEL, MAC, RULES)
 
 

@@ -1,0 +1,1 @@
+"""`python -m qwisp.bench`, a file per question. Knows the public API and counters, no internals."""
