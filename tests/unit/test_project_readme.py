@@ -51,7 +51,7 @@ def test_the_quickstart_runs_as_written():
     )
     assert run.returncode == 0, run.stderr
     assert re.search(r"^\d+ MB of experts read$", run.stdout, re.M), run.stdout
-    assert "16 of 64 experts per layer" in run.stdout
+    assert "16 of 64 experts" in run.stdout
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
