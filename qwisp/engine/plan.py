@@ -87,9 +87,9 @@ class Plan:
         memory = ", ".join(f"{name} {nbytes / gib:.2f}" for name, nbytes in parts.items())
         return (
             f"{self.model} on {self.device}: {self.capacity} of {self.num_experts} experts "
-            f"of a layer in memory, {self.total_bytes / gib:.2f} of {self.memory_budget_bytes / gib:.2f} GiB "
-            f"planned ({memory}), context {self.max_context_tokens} tokens, "
-            f"numerics {self.numerics_digest[:12]}"
+            f"of a layer in memory, {self.total_bytes / gib:.2f} of "
+            f"{self.memory_budget_bytes / gib:.2f} GiB planned ({memory}), "
+            f"context {self.max_context_tokens} tokens, numerics {self.numerics_digest[:12]}"
         )
 
 

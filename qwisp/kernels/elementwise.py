@@ -4,30 +4,30 @@ Whether a function is compiled may change bits on a GPU (contraction across fuse
 these are the only forms: nothing else in qwisp computes them another way.
 """
 
-from functools import partial
-
 import mlx.core as mx
 
+from qwisp.kernels.compiled import compiled
 
-@partial(mx.compile, shapeless=True)
+
+@compiled(shapeless=True)
 def silu(x: mx.array) -> mx.array:
     """`x * sigmoid(x)`."""
     return x * mx.sigmoid(x)
 
 
-@partial(mx.compile, shapeless=True)
+@compiled(shapeless=True)
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """`silu(gate) * up`."""
     return gate * mx.sigmoid(gate) * up
 
 
-@partial(mx.compile, shapeless=True)
+@compiled(shapeless=True)
 def sigmoid_gate(x: mx.array, gate: mx.array) -> mx.array:
     """`x * sigmoid(gate)`."""
     return x * mx.sigmoid(gate)
 
 
-@partial(mx.compile, shapeless=True)
+@compiled(shapeless=True)
 def silu_gate_f32(x: mx.array, gate: mx.array) -> mx.array:
     """`x * silu(gate)` computed in f32, in the dtype of `x`."""
     wide = gate.astype(mx.float32)

@@ -5,14 +5,13 @@ agree. The recurrence is that of Yang et al., "Gated Delta Networks" (arXiv 2412
 state in f32.
 """
 
-from functools import partial
-
 import mlx.core as mx
 
+from qwisp.kernels.compiled import compiled
 from qwisp.kernels.elementwise import silu
 
 
-@mx.compile
+@compiled()
 def causal_conv(x: mx.array, history: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
     """Depthwise causal convolution of one lane's consecutive tokens, then SiLU.
 
@@ -29,7 +28,7 @@ def causal_conv(x: mx.array, history: mx.array, weight: mx.array) -> tuple[mx.ar
     return silu(total), mx.contiguous(window[num_tokens:])
 
 
-@mx.compile
+@compiled()
 def normalize_qk(q: mx.array, k: mx.array, *, eps: float = 1e-6) -> tuple[mx.array, mx.array]:
     """L2-normalised queries and keys, `[..., head_dim]`; the queries also carry `head_dim ** -0.5`.
 
@@ -44,7 +43,7 @@ def normalize_qk(q: mx.array, k: mx.array, *, eps: float = 1e-6) -> tuple[mx.arr
     )
 
 
-@partial(mx.compile, shapeless=True)
+@compiled(shapeless=True)
 def decay(a: mx.array, a_log: mx.array, dt_bias: mx.array) -> mx.array:
     """How much of the state survives each token: `exp(-exp(a_log) * softplus(a + dt_bias))`.
 
@@ -75,7 +74,7 @@ def delta_rule(
     return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype), state
 
 
-@mx.compile
+@compiled()
 def _delta_step(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
