@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from qwisp.bench.__main__ import build_parser, main
+from qwisp.bench.machine import describe_machine, describe_source, describe_versions
 from qwisp.bench.prompts import BUILT_IN, read_prompts
 from qwisp.bench.report import Report
 from qwisp.bench.settings import RunSettings
@@ -48,12 +49,10 @@ def test_a_run_ends_with_one_line_of_json(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_report_says_where_and_with_what_it_was_measured(tmp_path):
+def test_a_report_says_where_and_with_what_it_was_measured():
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    from qwisp.bench.machine import describe_machine, describe_source, describe_versions
-
     source = describe_source()
     assert (source.commit if source else "") == head.stdout.strip()
     versions = describe_versions()
