@@ -4,9 +4,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qwisp.errors import CheckpointError
 
@@ -15,15 +15,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TokenId = Annotated[int, Field(ge=0)]
-
 
 class _GenerationConfig(BaseModel):
     """What we read of generation_config.json."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
-    eos_token_id: _TokenId | list[_TokenId] | None = None
+    eos_token_id: int | list[int] | None = None
 
 
 def read_pretrained(folder: Path) -> "PreTrainedTokenizerFast | None":
