@@ -14,11 +14,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from qwisp.config import EngineConfig, SamplingParams
-from qwisp.engine.checkpoint import Checkpoint
 from qwisp.engine.engine import Engine
-from qwisp.engine.loading import EMBEDDED_MODEL, make_plan
+from qwisp.engine.loading import plan_model
 from qwisp.errors import QwispError
-from qwisp.kernels.numerics import device_numerics
 from qwisp.types import Completion, EngineStats, Prompt, Request
 
 EXIT_REFUSED = 2
@@ -181,9 +179,7 @@ def run_plan(args: argparse.Namespace, config: EngineConfig) -> None:
         CheckpointError: the model folder cannot be used.
         ConfigError: a setting cannot work.
     """
-    checkpoint = Checkpoint.open(args.model or EMBEDDED_MODEL)
-    numerics = device_numerics(dtype=checkpoint.dtype, prefill_chunk=config.prefill_chunk)
-    plan = make_plan(checkpoint, config, numerics)
+    plan = plan_model(args.model, config)
     facts = {**dataclasses.asdict(plan), "total_bytes": plan.total_bytes}
     if args.json:
         print(json.dumps(facts))

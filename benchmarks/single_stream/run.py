@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
-from qwisp import Engine, EngineConfig
+from qwisp import Engine, EngineConfig, __version__
 from qwisp.engine.loading import EMBEDDED_MODEL
 from qwisp.engine.tokenizer import Tokenizer
 
@@ -154,7 +154,7 @@ def main() -> None:
         "machine": platform.processor() or platform.machine(),
         "device": str(mx.default_device()),
         "device_name": mx.device_info().get("device_name", ""),
-        "versions": {name: version(name) for name in ("mlx", "mlx-lm", "qwisp")},
+        "versions": {"qwisp": __version__} | {name: version(name) for name in ("mlx", "mlx-lm")},
         "pairs": arguments.pairs,
         **summary,
     }

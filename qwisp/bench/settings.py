@@ -7,11 +7,9 @@ from typing import Literal
 
 from qwisp.bench.prompts import BUILT_IN, BenchPrompt
 from qwisp.config import EngineConfig
-from qwisp.engine.checkpoint import Checkpoint
-from qwisp.engine.loading import EMBEDDED_MODEL, make_plan
+from qwisp.engine.loading import plan_model
 from qwisp.engine.plan import Plan
 from qwisp.errors import ConfigError
-from qwisp.kernels.numerics import device_numerics
 
 Capacity = int | Literal["auto"]
 
@@ -56,11 +54,9 @@ def plan_run(settings: RunSettings, config: EngineConfig) -> RunPlan:
         CheckpointError: the model folder cannot be used.
         ConfigError: a capacity cannot work with this model on this machine.
     """
-    checkpoint = Checkpoint.open(settings.model or EMBEDDED_MODEL)
-    numerics = device_numerics(dtype=checkpoint.dtype, prefill_chunk=config.prefill_chunk)
 
     def plan_at(capacity: Capacity) -> Plan:
-        return make_plan(checkpoint, with_capacity(config, capacity), numerics)
+        return plan_model(settings.model, with_capacity(config, capacity))
 
     reference = plan_at("auto")
     asked = settings.capacities or default_capacities(reference)

@@ -11,7 +11,7 @@ import mlx.core as mx
 from qwisp.engine.handle import Handle
 from qwisp.engine.model import DecodeStep, Model
 from qwisp.engine.sampling import Sampler
-from qwisp.engine.stop_strings import StopMatcher
+from qwisp.engine.stop_strings import StopMatcher, StopText
 from qwisp.engine.tokenizer import Tokenizer
 from qwisp.errors import DeviceError, QwispError, RequestError
 from qwisp.types import Completion, FinishReason, Timings, TokenEvent
@@ -88,7 +88,7 @@ class Generation:
         """
         early = self._reason_to_end_early()
         if early is not None:
-            self._finish(early)
+            self._end_early(early)
             return True
         if self._prefill is not None:
             if next(self._prefill, None) is None:
@@ -99,7 +99,7 @@ class Generation:
 
     def fail(self, error: QwispError) -> None:
         """End the request with an error."""
-        self._finish("error", error)
+        self._end_early("error", error)
 
     def _reason_to_end_early(self) -> FinishReason | None:
         if self.handle.is_cancelled:
@@ -164,24 +164,25 @@ class Generation:
         self._counters.tokens_decoded += 1
         is_eos = token_id in self._tokenizer.eos_token_ids
         match = self._stop.add("" if is_eos else self._detokenizer.add(token_id))
-        text = match.text
-        reason: FinishReason | None = None
-        if match.is_stopped or is_eos:
-            reason = "stop"
-        elif is_last:
-            reason = "length"
-        if reason is not None and not match.is_stopped:
-            rest = self._stop.add(self._detokenizer.finish())
-            text += rest.text
-            if rest.is_stopped:
-                reason = "stop"
-            else:
-                text += self._stop.finish()
+        text, is_stopped = match.text, match.is_stopped or is_eos
+        if is_last or is_stopped:
+            rest = self._release_text()
+            text, is_stopped = text + rest.text, is_stopped or rest.is_stopped
+        reason: FinishReason | None = "stop" if is_stopped else "length" if is_last else None
         self._text.append(text)
         self.handle.emit(TokenEvent(token_id, text, reason))
         if reason is not None:
             self._finish(reason)
         return reason is not None
+
+    def _end_early(self, reason: FinishReason, error: QwispError | None = None) -> None:
+        self._text.append(self._release_text().text)
+        self._finish(reason, error)
+
+    def _release_text(self) -> StopText:
+        """The text held back for a character or a stop string that no longer comes."""
+        rest = self._stop.add(self._detokenizer.finish())
+        return StopText(rest.text + self._stop.finish(), rest.is_stopped)
 
     def _finish(self, reason: FinishReason, error: QwispError | None = None) -> None:
         self._launched = None

@@ -44,9 +44,9 @@ def load_model(
         CheckpointError: the folder cannot be used.
         ConfigError: a setting cannot work.
     """
-    checkpoint = Checkpoint.open(EMBEDDED_MODEL if folder is None else Path(folder))
+    checkpoint = _open(folder)
     numerics = _numerics(config, checkpoint.dtype)
-    planned = make_plan(checkpoint, config, numerics)
+    planned = _plan(checkpoint, config, numerics)
     # The cache of freed buffers is not bounded by default; the plan counts it as scratch.
     mx.set_cache_limit(planned.scratch_bytes)
     mx.reset_peak_memory()
@@ -76,8 +76,22 @@ def load_model(
     return LoadedModel(planned, Model(checkpoint, weights, arena, numerics), tokenizer, arena)
 
 
-def make_plan(checkpoint: Checkpoint, config: EngineConfig, numerics: Numerics) -> Plan:
-    """The plan for a checkpoint on this machine."""
+def plan_model(folder: str | Path | None, config: EngineConfig) -> Plan:
+    """What `load_model` would decide, from the headers alone. None: the embedded model.
+
+    Raises:
+        CheckpointError: the folder cannot be used.
+        ConfigError: a setting cannot work.
+    """
+    checkpoint = _open(folder)
+    return _plan(checkpoint, config, _numerics(config, checkpoint.dtype))
+
+
+def _open(folder: str | Path | None) -> Checkpoint:
+    return Checkpoint.open(EMBEDDED_MODEL if folder is None else Path(folder))
+
+
+def _plan(checkpoint: Checkpoint, config: EngineConfig, numerics: Numerics) -> Plan:
     facts = ModelFacts(
         name=checkpoint.folder.name,
         spec=checkpoint.spec,

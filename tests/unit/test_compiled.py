@@ -7,8 +7,8 @@ import mlx.core as mx
 
 from qwisp.kernels.compiled import compiled
 
-# A process that exits right after its computing thread ended. With `mx.compile` itself about half of
-# such processes abort (MLX 0.32.4, Python 3.11), so eight in a row do not all pass by luck.
+# A process that exits right after its computing thread ended. With `mx.compile` itself about half
+# of such processes abort (MLX 0.32.4, Python 3.11), so eight in a row do not all pass by luck.
 EXITS = """
 import threading, mlx.core as mx
 from qwisp.kernels.compiled import compiled

@@ -141,6 +141,19 @@ def test_deadline_ends_a_request_with_what_it_has(engine: Engine) -> None:
     assert completion.error is None
 
 
+def test_text_held_back_for_a_stop_string_is_released_when_the_deadline_comes(
+    embedded: Engine,
+) -> None:
+    prompt = "import os\n\nclass Node:\n"
+    whole = embedded.generate(prompt, max_tokens=500)
+    # Everything generated is the beginning of this stop string, so all of it is held back.
+    request = Request(prompt, max_tokens=500, stop=(whole.text + "!",), deadline_s=2.0)
+    completion = embedded.submit(request).result(60)
+    assert completion.finish_reason == "deadline"
+    assert completion.text
+    assert whole.text.startswith(completion.text)
+
+
 def test_result_times_out_without_ending_the_request(engine: Engine) -> None:
     handle = engine.submit(Request(PROMPT, max_tokens=300))
     with pytest.raises(TimeoutError):
