@@ -178,6 +178,15 @@ def test_a_preload_that_failed_goes_on_where_it_stopped(files, open_arena):
     assert slot_bytes(arena, 6) == files.part_bytes(LAYER, 6)
 
 
+def test_a_step_ends_when_its_arena_is_preloaded(open_arena):
+    arena = open_arena(NUM_EXPERTS)
+    step = arena.begin(LAYER, rows(0, 1), kind="decode")
+    arena.preload()
+    with pytest.raises(InvariantError, match=r"^A4"):
+        next(step)
+    arena.check()
+
+
 def test_a_streaming_arena_cannot_be_preloaded(open_arena):
     with pytest.raises(ConfigError, match="capacity=4 of 12"):
         open_arena(4).preload()
