@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from qwisp.config import SamplingParams
-from qwisp.errors import QwispError
+from qwisp.errors import QwispError, RequestError
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 """Text, token ids, or chat messages (`{"role": ..., "content": ...}`)."""
@@ -25,8 +25,30 @@ class Request:
     deadline_s: float | None = None
     """Seconds from submission after which the request ends with what it has."""
     on_prefill: Callable[[int, int], None] | None = None
-    """Called on the engine's thread with (tokens done, tokens in all) while the prompt is
-    computed."""
+    """Called on the engine's thread with (tokens done, tokens in all) while the prompt is computed:
+    after every layer, the layers of a chunk counted in proportion. What it raises ends the
+    request."""
+
+    def __post_init__(self) -> None:
+        """Refuse values of the wrong kind here, where the caller sees them.
+
+        Raises:
+            RequestError: a field cannot work.
+        """
+        if not _is_number(self.max_tokens, int) or self.max_tokens < 1:
+            raise RequestError(f"max_tokens={self.max_tokens!r}: give a whole number, 1 or more")
+        if not isinstance(self.sampling, SamplingParams):
+            raise RequestError(f"sampling={self.sampling!r}: give a SamplingParams")
+        if self.deadline_s is not None and not (
+            _is_number(self.deadline_s, (int, float)) and self.deadline_s > 0
+        ):
+            raise RequestError(f"deadline_s={self.deadline_s!r}: give seconds above 0, or None")
+        if self.on_prefill is not None and not callable(self.on_prefill):
+            raise RequestError(f"on_prefill={self.on_prefill!r}: give a function, or None")
+
+
+def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,5 +126,5 @@ class EngineStats:
     kv_bytes_reserved: int
     """K/V and GDN bytes reserved right now."""
     peak_memory_bytes: int
-    """Peak of MLX's allocator since load."""
+    """Peak of MLX's allocator, which is the process's, since the last load in this process."""
     layers: tuple[LayerStats, ...]

@@ -1,6 +1,7 @@
 """One request at work: prefill layer by layer, then token by token, until a reason to end."""
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from qwisp.engine.stop_strings import StopMatcher, StopText
 from qwisp.engine.tokenizer import Tokenizer
 from qwisp.errors import DeviceError, QwispError, RequestError
 from qwisp.types import Completion, FinishReason, Timings, TokenEvent
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -86,7 +89,7 @@ class Generation:
         Raises:
             QwispError: the request cannot go on; the caller ends it with `fail`.
         """
-        early = self._reason_to_end_early()
+        early = self.handle.reason_to_end(self._clock())
         if early is not None:
             self._end_early(early)
             return True
@@ -101,23 +104,15 @@ class Generation:
         """End the request with an error."""
         self._end_early("error", error)
 
-    def _reason_to_end_early(self) -> FinishReason | None:
-        if self.handle.is_cancelled:
-            return "cancelled"
-        deadline_s = self.handle.request.deadline_s
-        if deadline_s is not None and self._clock() - self.handle.submitted_at >= deadline_s:
-            return "deadline"
-        return None
-
     def _run_prefill(self, token_ids: Sequence[int]) -> Iterator[object]:
         on_prefill = self.handle.request.on_prefill
         counted = 0
         for progress in self._model.prefill(token_ids, self._state):
-            if progress.layers_done == 0:
+            if progress.is_chunk_done:
                 self._counters.tokens_prefilled += progress.tokens_done - counted
                 counted = progress.tokens_done
-                if on_prefill is not None:
-                    _call(on_prefill, progress.tokens_done, len(token_ids))
+            if on_prefill is not None:
+                _call(on_prefill, progress.tokens_done, len(token_ids))
             yield progress
 
     def _next_token(self) -> bool:
@@ -147,8 +142,8 @@ class Generation:
         self._counters.compute_wait_s += self._clock() - started
         if not float("-inf") < peak < float("inf"):
             raise DeviceError(
-                f"the largest logit of token {len(self._token_ids)} is {peak}: the weights or the "
-                "device produced something that is not a number"
+                f"the largest logit of token {len(self._token_ids)} is {peak}, not finite: "
+                "the weights are damaged or the device failed; try another copy of the model"
             )
         if self._record_logits:
             row: Any = launched.step.logits[0]
@@ -198,6 +193,13 @@ class Generation:
                 numerics_digest=self._model.numerics.digest,
                 logits_digests=tuple(self._digests),
             )
+        )
+        logger.info(
+            "request ended: %s, %d prompt tokens, %d generated, %.2f s in all",
+            reason,
+            len(self.handle.prompt_ids),
+            len(self._token_ids),
+            self._clock() - self.handle.submitted_at,
         )
 
     def _timings(self) -> Timings:

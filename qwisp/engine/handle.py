@@ -3,8 +3,9 @@
 import queue
 import threading
 from collections.abc import Iterator
+from typing import Self
 
-from qwisp.types import Completion, Request, TokenEvent
+from qwisp.types import Completion, FinishReason, Request, TokenEvent
 
 
 class Handle:
@@ -61,6 +62,15 @@ class Handle:
         """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
+    def reason_to_end(self, now: float) -> FinishReason | None:
+        """Why the request should go no further at `now` on the engine's clock, if it should not."""
+        if self.is_cancelled:
+            return "cancelled"
+        deadline_s = self.request.deadline_s
+        if deadline_s is not None and now - self.submitted_at >= deadline_s:
+            return "deadline"
+        return None
+
     def emit(self, event: TokenEvent) -> None:
         """Deliver one token. Engine only."""
         assert self._completion is None
@@ -72,3 +82,34 @@ class Handle:
         self._completion = completion
         self._finished.set()
         self._events.put(None)
+
+
+class TokenStream:
+    """Iterates over the tokens of one request. Leaving it early, by `close` or by dropping it,
+    cancels.
+
+    Iterating raises QwispError if the request failed.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+        self._events = iter(handle)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> TokenEvent:
+        return next(self._events)
+
+    def close(self) -> None:
+        """Cancel the request, unless it has ended."""
+        self._handle.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,7 +1,7 @@
 """The decoder layer on rows: a mixer on each lane's own state, then the feed-forward part."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -43,10 +43,13 @@ class RowBatch:
 
 @dataclass(frozen=True, slots=True)
 class RowMath:
-    """Row-exact products under one set of rules, with the phase filled in."""
+    """Row-exact products of one call of the model: its rules and its phase filled in."""
 
     numerics: Numerics
     phase: Phase
+    unseen_routes: list[tuple[int, mx.array]] = field(default_factory=list)
+    """Layer and routed ids, `[rows, top_k]`, of the layers that did not need the host to know them;
+    to be accounted for once the call has been evaluated."""
 
     def linear(self, x: mx.array, w: Weight) -> mx.array:
         """`x @ w.T`, `[rows, in]` to `[rows, out]`."""

@@ -1,5 +1,7 @@
 """From a checkpoint folder to a model that can run, within the plan's memory."""
 
+import contextlib
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from qwisp.engine.resident import load_resident
 from qwisp.engine.tokenizer import Tokenizer
 from qwisp.errors import ConfigError
 from qwisp.kernels.numerics import Numerics, device_numerics
+
+logger = logging.getLogger(__name__)
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "models" / "tiny"
 """The small trained model that comes with the package."""
@@ -60,19 +64,24 @@ def load_model(
             on_progress(done, total)
 
     weights = load_resident(checkpoint, report)
-    reader = PreadReader(config.io_threads, read_gbs_limit=config.read_gbs_limit)
-    trace = None
-    if config.record_routes is not None:
-        trace = TraceWriter.create(
-            config.record_routes,
-            fingerprint=checkpoint.fingerprint,
-            num_experts=planned.num_experts,
-            top_k=planned.top_k,
-            layers=spec.moe_layers,
-        )
-    arena = ExpertArena(checkpoint.expert_layers, planned.capacity, reader, trace=trace)
-    if arena.is_resident:
-        arena.preload(lambda done, _: report(planned.resident_bytes + done, total))
+    with contextlib.ExitStack() as undo:
+        reader = PreadReader(config.io_threads, read_gbs_limit=config.read_gbs_limit)
+        undo.callback(reader.close)
+        trace = None
+        if config.record_routes is not None:
+            trace = TraceWriter.create(
+                config.record_routes,
+                fingerprint=checkpoint.fingerprint,
+                num_experts=planned.num_experts,
+                top_k=planned.top_k,
+                layers=spec.moe_layers,
+            )
+            undo.callback(trace.close)
+        arena = ExpertArena(checkpoint.expert_layers, planned.capacity, reader, trace=trace)
+        if arena.is_resident:
+            arena.preload(lambda done, _: report(planned.resident_bytes + done, total))
+        undo.pop_all()
+    logger.info("loaded %s", planned)
     return LoadedModel(planned, Model(checkpoint, weights, arena, numerics), tokenizer, arena)
 
 
@@ -112,5 +121,15 @@ def _numerics(config: EngineConfig, dtype: str) -> Numerics:
             f"numerics is a {type(injected).__name__}; give a qwisp.kernels.numerics.Numerics"
         )
     if injected.dtype != dtype:
-        raise ConfigError(f"numerics.dtype={injected.dtype} but the checkpoint's is {dtype}")
+        raise ConfigError(
+            f"numerics.dtype={injected.dtype}, but the checkpoint's is {dtype}: use that"
+        )
+    if (
+        "prefill_chunk" in config.model_fields_set
+        and config.prefill_chunk != injected.prefill_chunk
+    ):
+        raise ConfigError(
+            f"prefill_chunk={config.prefill_chunk} and numerics.prefill_chunk="
+            f"{injected.prefill_chunk} contradict each other; leave the first out"
+        )
     return injected

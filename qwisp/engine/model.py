@@ -29,10 +29,11 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """How far a prefill has come: whole chunks of tokens, and layers of the chunk in work."""
+    """How far a prefill has come."""
 
     tokens_done: int
-    layers_done: int
+    """The tokens of a chunk in work count in proportion to the layers done."""
+    is_chunk_done: bool
 
 
 class Model:
@@ -50,7 +51,7 @@ class Model:
         self._weights = weights
         self._arena = arena
         self._dtype: mx.Dtype = getattr(mx, checkpoint.dtype)
-        self._moe: dict[int, MoEBlock] = {}
+        self._moe: list[MoEBlock] = []
         self._feed_forward: list[FeedForward] = []
         for index, layer in enumerate(weights.layers):
             if isinstance(layer.feed_forward, MoEWeights):
@@ -61,7 +62,7 @@ class Model:
                     _expert_bank(checkpoint, arena, index),
                     arena,
                 )
-                self._moe[index] = block
+                self._moe.append(block)
                 self._feed_forward.append(block)
             else:
                 self._feed_forward.append(_Dense(layer.feed_forward))
@@ -69,7 +70,7 @@ class Model:
     @property
     def compute_wait_s(self) -> float:
         """Seconds spent waiting for routers since load."""
-        return sum(block.compute_wait_s for block in self._moe.values())
+        return sum(block.compute_wait_s for block in self._moe)
 
     def new_lane(self, reserved_tokens: int) -> LaneState:
         """State of a lane at position 0 with room for `reserved_tokens`."""
@@ -109,9 +110,10 @@ class Model:
             size = self.numerics.prefill_chunk - state.length % self.numerics.prefill_chunk
             chunk = token_ids[done : done + size]
             for layers_done in self._prefill_chunk(chunk, state):
-                yield PrefillProgress(done, layers_done)
+                share = len(chunk) * layers_done // len(self._weights.layers)
+                yield PrefillProgress(done + share, is_chunk_done=False)
             done += len(chunk)
-            yield PrefillProgress(done, 0)
+            yield PrefillProgress(done, is_chunk_done=True)
 
     def _prefill_chunk(self, chunk: Sequence[int], state: LaneState) -> Iterator[int]:
         batch = RowBatch("prefill", (state,), len(chunk))
@@ -128,7 +130,7 @@ class Model:
         mx.eval(state.arrays())
         state.length += len(chunk)
         state.check()
-        self._observe(self._take_routes(), "prefill")
+        self._observe(math.unseen_routes, "prefill")
 
     def decode(self, token_ids: mx.array, states: Sequence[LaneState]) -> DecodeStep:
         """Advance each lane by one token.
@@ -144,18 +146,14 @@ class Model:
         for state in states:
             state.length += 1
         x = mx.fast.rms_norm(x, self._weights.norm, self.spec.rms_norm_eps)
-        return DecodeStep(math.linear(x, self._weights.lm_head), self._take_routes())
+        logits = math.linear(x, self._weights.lm_head)
+        return DecodeStep(logits, tuple(math.unseen_routes))
 
     def observe(self, step: DecodeStep) -> None:
         """Account for the routes of a step whose logits have been evaluated."""
         self._observe(step.routes, "decode")
 
-    def _take_routes(self) -> tuple[tuple[int, mx.array], ...]:
-        return tuple(
-            (index, ids) for index, block in self._moe.items() for ids in block.take_routes()
-        )
-
-    def _observe(self, routes: tuple[tuple[int, mx.array], ...], kind: Phase) -> None:
+    def _observe(self, routes: Sequence[tuple[int, mx.array]], kind: Phase) -> None:
         for layer, ids in routes:
             self._arena.observe(layer, np.array(ids), kind=kind)
 

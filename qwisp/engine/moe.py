@@ -18,7 +18,7 @@ class MoEBlock:
 
     While an expert is missing the host must know the routes, so a streaming layer waits once for
     its router. A resident layer of few rows does not: expert `e` is in slot `e`, and the routes are
-    collected for `take_routes` after the whole step has been evaluated.
+    left in the call's `unseen_routes`.
     """
 
     def __init__(
@@ -31,7 +31,6 @@ class MoEBlock:
         self._weights = weights
         self._bank = bank
         self._arena = arena
-        self._unobserved: list[mx.array] = []
 
     def __call__(self, x: mx.array, math: RowMath) -> mx.array:
         """`[rows, hidden]` to the same."""
@@ -48,11 +47,6 @@ class MoEBlock:
         routed = combine(placed, scores)
         return routed if shared is None else routed + shared
 
-    def take_routes(self) -> list[mx.array]:
-        """Ids, `[rows, top_k]`, of the calls since the last take that no host has looked at yet."""
-        taken, self._unobserved = self._unobserved, []
-        return taken
-
     def _shared(self, x: mx.array, math: RowMath) -> mx.array | None:
         w = self._weights
         if w.shared_expert is None or w.shared_expert_gate is None:
@@ -60,7 +54,7 @@ class MoEBlock:
         return sigmoid_gate(math.swiglu(x, w.shared_expert), math.linear(x, w.shared_expert_gate))
 
     def _resident_pairs(self, x: mx.array, ids: mx.array, math: RowMath) -> mx.array:
-        self._unobserved.append(ids)
+        math.unseen_routes.append((self.layer, ids))
         num_rows, top_k = ids.shape
         row_idx = mx.array(np.repeat(np.arange(num_rows, dtype=np.uint32), top_k))
         return expert_pairs(x, row_idx, ids.reshape(-1), self._bank, math.numerics)

@@ -7,6 +7,7 @@ from qwisp.arena.source import ExpertLayer
 from qwisp.config import EngineConfig
 from qwisp.engine.spec import ModelSpec
 from qwisp.errors import ConfigError
+from qwisp.kernels.gdn import SEGMENT_TOKENS
 from qwisp.kernels.numerics import Numerics
 
 AUTO_BUDGET_SHARE = 0.6
@@ -100,9 +101,13 @@ def plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts, numerics:
         ConfigError: a setting cannot work; the message gives the value that would.
     """
     _check_dtype(config, model)
-    budget = config.memory_budget_bytes
-    if budget == "auto":
+    if config.memory_budget_bytes != "auto":
+        budget = config.memory_budget_bytes
+    elif config.capacity == "auto":
         budget = int(device.total_memory_bytes * AUTO_BUDGET_SHARE)
+    else:
+        # Whoever names a capacity has chosen; all that can be checked is that the machine has it.
+        budget = device.total_memory_bytes
     slot_bytes = sum(layer.expert_nbytes for layer in model.expert_layers)
     fixed = _fixed(config, model, numerics, budget)
     capacity = _capacity(config, model.spec, budget, fixed.total_bytes, slot_bytes)
@@ -212,10 +217,11 @@ def _capacity(
             f"capacity={capacity} is above the model's {num_experts} experts per layer; "
             f"set capacity to {num_experts} or less"
         )
-    if capacity > most and config.memory_budget_bytes != "auto":
+    if capacity > most:
         raise ConfigError(
-            f"capacity={capacity} needs {fixed + capacity * slot_bytes} bytes, "
-            f"memory_budget_bytes={budget} allows capacity {most}; lower one or raise the other"
+            f"capacity={capacity} needs {fixed + capacity * slot_bytes} bytes with weights, states "
+            f"and scratch; memory_budget_bytes={budget} allows capacity {most}: set it to that or "
+            "less, or lower kv_budget_bytes"
         )
     return capacity
 
@@ -233,11 +239,20 @@ def _state_sizes(spec: ModelSpec, itemsize: int) -> tuple[int, int]:
 
 
 def _scratch(spec: ModelSpec, numerics: Numerics, context: int, itemsize: int) -> int:
-    """Largest temporaries of one prefill chunk: the experts' rows, or the attention scores of a
-    tile."""
+    """Largest temporaries of a prefill chunk: experts' rows, a tile's scores, or the recurrence."""
     tokens = min(numerics.prefill_chunk, spec.max_position_embeddings)
     moe = spec.moe
     expert_rows = tokens * moe.top_k * (2 * spec.hidden_size + 3 * moe.intermediate_size) * itemsize
     tile = min(numerics.attention_tile, tokens)
     scores = 2 * tile * context * spec.attention.num_heads * itemsize
-    return max(expert_rows, scores)
+    return max(expert_rows, scores, _recurrence(spec, tokens, itemsize))
+
+
+def _recurrence(spec: ModelSpec, tokens: int, itemsize: int) -> int:
+    """A GDN layer's projections and convolution of a chunk, and the states of two segments."""
+    gdn = spec.gdn
+    if gdn is None:
+        return 0
+    state = gdn.num_value_heads * gdn.value_head_dim * gdn.key_head_dim * 4
+    rows = 6 * tokens * gdn.conv_channels * itemsize
+    return rows + 2 * SEGMENT_TOKENS * 2 * state

@@ -27,7 +27,10 @@ class ExpertBank:
 def route(
     router_logits: mx.array, *, top_k: int, norm_topk_prob: bool
 ) -> tuple[mx.array, mx.array]:
-    """Experts of each row with their weights, most probable first, ties to the lower id.
+    """Experts of each row with their weights, most probable first.
+
+    Equal probabilities stay in the order that MLX's sort gives them, the same for equal rows; on
+    the CPU that is by lower id.
 
     router_logits: `[rows, num_experts]`. Returns ids, uint32 `[rows, top_k]`, and scores, `[rows,
     top_k]` in the dtype of the logits.
@@ -65,6 +68,7 @@ def expert_pairs(
 
 
 def _gathered(x: mx.array, row_idx: mx.array, slots: mx.array, w: QuantizedWeight) -> mx.array:
+    assert x.dtype == w.scales.dtype, (x.dtype, w.scales.dtype)
     return mx.gather_qmm(
         x,
         w.weight,

@@ -10,8 +10,13 @@ import mlx.core as mx
 from qwisp.kernels.compiled import compiled
 from qwisp.kernels.elementwise import silu
 
+L2_EPS = 1e-6
 
-@compiled()
+SEGMENT_TOKENS = 64
+"""Tokens of the recurrence that are described before they are submitted: 64 states in memory at
+most."""
+
+
 def causal_conv(x: mx.array, history: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
     """Depthwise causal convolution of one lane's consecutive tokens, then SiLU.
 
@@ -20,6 +25,11 @@ def causal_conv(x: mx.array, history: mx.array, weight: mx.array) -> tuple[mx.ar
     shares no memory with its inputs. Written as a sum over taps: library convolutions pick kernels
     by shape.
     """
+    # Compiled for the one token of a decode step only: MLX keeps what it compiled for each shape.
+    return (_one_token_conv if x.shape[0] == 1 else _conv)(x, history, weight)
+
+
+def _conv(x: mx.array, history: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
     taps, num_tokens = weight.shape[0], x.shape[0]
     window = mx.concatenate([history, x])
     total = window[:num_tokens] * weight[0]
@@ -28,19 +38,28 @@ def causal_conv(x: mx.array, history: mx.array, weight: mx.array) -> tuple[mx.ar
     return silu(total), mx.contiguous(window[num_tokens:])
 
 
-@compiled()
-def normalize_qk(q: mx.array, k: mx.array, *, eps: float = 1e-6) -> tuple[mx.array, mx.array]:
+_one_token_conv = compiled()(_conv)
+
+
+def normalize_qk(q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
     """L2-normalised queries and keys, `[..., head_dim]`; the queries also carry `head_dim ** -0.5`.
 
-    `eps` is added to the sum of squares, as the reference does, while `rms_norm` adds to their
-    mean.
+    q, k: `[tokens, heads, head_dim]`.
     """
+    return (_one_token_qk if q.shape[0] == 1 else _qk)(q, k)
+
+
+def _qk(q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
     scale = q.shape[-1] ** -0.5
-    mean_eps = eps * scale * scale
+    # The reference adds its epsilon to the sum of squares; `rms_norm` adds to their mean.
+    mean_eps = L2_EPS * scale * scale
     return (
         (scale * scale) * mx.fast.rms_norm(q, None, mean_eps),
         scale * mx.fast.rms_norm(k, None, mean_eps),
     )
+
+
+_one_token_qk = compiled()(_qk)
 
 
 @compiled(shapeless=True)
@@ -65,6 +84,21 @@ def delta_rule(
     repeats = v.shape[1] // k.shape[1]
     if repeats > 1:
         q, k = mx.repeat(q, repeats, axis=1), mx.repeat(k, repeats, axis=1)
+    segments = []
+    for start in range(0, q.shape[0], SEGMENT_TOKENS):
+        rows = slice(start, start + SEGMENT_TOKENS)
+        out, state = _delta_segment(q[rows], k[rows], v[rows], g[rows], beta[rows], state)
+        if q.shape[0] > SEGMENT_TOKENS:
+            # Each unevaluated token holds a state of its own, so a long chunk is submitted in
+            # parts.
+            mx.async_eval(out, state)
+        segments.append(out)
+    return (segments[0] if len(segments) == 1 else mx.concatenate(segments)), state
+
+
+def _delta_segment(
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
     outputs = []
     for t in range(q.shape[0]):
         # A slice of one token is a view, where an integer index would gather a copy.

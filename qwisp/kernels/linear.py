@@ -35,6 +35,7 @@ def linear(x: mx.array, w: Weight, numerics: Numerics, phase: Phase) -> mx.array
 
 
 def _quantized(x: mx.array, w: QuantizedWeight) -> mx.array:
+    assert x.dtype == w.scales.dtype, (x.dtype, w.scales.dtype)
     return mx.quantized_matmul(
         x,
         w.weight,

@@ -6,6 +6,7 @@ Nothing here is ever derived from the capacity, the number of lanes or the memor
 
 import hashlib
 import json
+import platform
 import re
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -32,7 +33,7 @@ class Numerics:
     """
 
     device: str
-    """`cpu`, `metal-<architecture>` or `cuda`."""
+    """`cpu-<architecture>`, `metal-<architecture>` or `cuda-<architecture>`."""
     mlx_version: str
     dtype: str
     """Type of activations, scales and logits."""
@@ -99,11 +100,11 @@ def device_numerics(*, dtype: str, prefill_chunk: int) -> Numerics:
         DeviceError: the GPU's architecture is not one whose kernel classes are known.
     """
     if mx.default_device().type == mx.DeviceType.cpu:
-        device = "cpu"
+        device = f"cpu-{platform.machine()}"
     elif mx.metal.is_available():
         device = f"metal-{mx.device_info()['architecture']}"
     else:
-        device = "cuda"
+        device = f"cuda-{mx.device_info().get('architecture', 'unknown')}"
     return rules_for(device, dtype=dtype, prefill_chunk=prefill_chunk)
 
 
@@ -111,9 +112,10 @@ def rules_for(device: str, *, dtype: str, prefill_chunk: int) -> Numerics:
     """The rules of a device by name, also of one that is not in this machine.
 
     Args:
-        device: `cpu`, `cuda` or `metal-applegpu_g<generation><size>`, such as
-        `metal-applegpu_g13g`. dtype: name of the activation type. prefill_chunk: tokens of one
-        prefill call.
+        device: `cpu` or `cuda`, either with `-<architecture>` if it matters, or
+            `metal-applegpu_g<generation><size>`, such as `metal-applegpu_g13g`.
+        dtype: name of the activation type.
+        prefill_chunk: tokens of one prefill call.
 
     Raises:
         DeviceError: the device's kernel classes are not known.
@@ -139,9 +141,10 @@ def _kernel_classes(device: str) -> tuple[tuple[int, int], int, int]:
     from generation 15 (M3) on, one row alone takes another kernel than two or more. CUDA: both
     operations change kernel at 8. MLX 0.32.4, mlx/backend/{metal,cuda}/quantized*.
     """
-    if device == "cpu":
+    kind = device.partition("-")[0]
+    if kind == "cpu":
         return (1, 1 << 20), 1 << 20, 1
-    if device == "cuda":
+    if kind == "cuda":
         return (1, 7), 1, 8
     metal = re.fullmatch(r"metal-applegpu_g(\d+)[a-z]", device)
     if metal is None:

@@ -28,6 +28,8 @@ class KVArena:
         The write is in place as long as nobody else holds the arrays: callers drop what was
         returned before the next append is evaluated.
         """
+        # An assignment would convert in silence.
+        assert k.dtype == v.dtype == self._keys.dtype, (k.dtype, v.dtype, self._keys.dtype)
         end = self.length + k.shape[0]
         if end > self.reserved:
             raise InvariantError(

@@ -111,7 +111,7 @@ def test_context_is_bounded_by_the_state_budget() -> None:
 def test_numerics_is_not_derived_from_the_memory() -> None:
     digests = {
         plan(EngineConfig(capacity=capacity), MODEL, device, RULES).numerics_digest
-        for capacity in (8, 256)
+        for capacity in (8, 128)
         for device in (MAC, replace(MAC, total_memory_bytes=512 * GIB))
     }
     assert digests == {RULES.digest}
