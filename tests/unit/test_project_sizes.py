@@ -23,7 +23,7 @@ BROAD_HANDLERS = {
     # Carries a fault of ours from a reader's thread to the one that waits, which raises it.
     "qwisp/arena/reader.py::_QueuedRead.run",
     # Carries whatever stopped the load from the engine's thread to the caller's, which raises it.
-    "qwisp/engine/engine.py::Engine._main",
+    "qwisp/engine/worker.py::Worker._main",
     # Runs a caller's function: whatever it raises ends that caller's request, under a name.
     "qwisp/engine/generation.py::_call",
     # A chat template is code of the model's folder: whatever it raises refuses the request.
@@ -157,7 +157,7 @@ def test_the_device_tier_is_the_one_that_is_marked():
     marked = {
         relative(path)
         for path in python_files("tests")
-        if re.search(r"^pytestmark = pytest\.mark\.device$", path.read_text("utf-8"), re.MULTILINE)
+        if re.search(r"^pytestmark = \[?\s*pytest\.mark\.device\b", path.read_text("utf-8"), re.M)
     }
     tests = {relative(path) for path in (ROOT / "tests" / "device").glob("test_*.py")}
     assert marked == tests
