@@ -124,10 +124,8 @@ def _numerics(config: EngineConfig, dtype: str) -> Numerics:
         raise ConfigError(
             f"numerics.dtype={injected.dtype}, but the checkpoint's is {dtype}: use that"
         )
-    if (
-        "prefill_chunk" in config.model_fields_set
-        and config.prefill_chunk != injected.prefill_chunk
-    ):
+    default = EngineConfig.model_fields["prefill_chunk"].default
+    if config.prefill_chunk not in (default, injected.prefill_chunk):
         raise ConfigError(
             f"prefill_chunk={config.prefill_chunk} and numerics.prefill_chunk="
             f"{injected.prefill_chunk} contradict each other; leave the first out"
