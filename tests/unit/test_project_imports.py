@@ -18,8 +18,9 @@ RANK = {
     "lanes": 4,
     "engine": 5,
     "": 6,  # qwisp/__init__.py, the public names
-    "bench": 7,
-    "__main__": 7,
+    "cli": 7,
+    "bench": 8,
+    "__main__": 8,
 }
 """A part imports itself and parts of lower rank. Parts of one rank are siblings and stay apart."""
 
