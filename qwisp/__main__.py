@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -13,15 +12,11 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import Progress
 
+from qwisp.cli import add_model, run_command, try_capacity
 from qwisp.config import EngineConfig, SamplingParams
 from qwisp.engine.engine import Engine
 from qwisp.engine.loading import plan_model
-from qwisp.errors import QwispError
 from qwisp.types import Completion, EngineStats, Prompt, Request
-
-EXIT_REFUSED = 2
-EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141
 
 _UNITS = {
     "": 1,
@@ -99,9 +94,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine(parser: argparse.ArgumentParser, config: EngineConfig) -> None:
-    parser.add_argument(
-        "--model", type=Path, metavar="PATH", help="model folder (default: the embedded model)"
-    )
+    add_model(parser)
     parser.add_argument(
         "--capacity",
         type=parse_capacity,
@@ -125,11 +118,10 @@ def parse_capacity(text: str) -> int | Literal["auto"]:
     Raises:
         argparse.ArgumentTypeError: it is neither.
     """
-    if text == "auto":
-        return "auto"
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on, or 'auto'")
+    capacity = try_capacity(text)
+    if capacity is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on, or 'auto'")
+    return capacity
 
 
 def parse_bytes(text: str) -> int | Literal["auto"]:
@@ -154,21 +146,14 @@ def parse_bytes(text: str) -> int | Literal["auto"]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    try:
-        config = EngineConfig.from_env()
-        args = build_parser(config).parse_args(argv)
-        changed = {"capacity": args.capacity, "memory_budget_bytes": args.memory_budget}
-        args.run(args, EngineConfig(**{**dict(config), **changed}))
-        sys.stdout.flush()
-    except QwispError as error:
-        print(f"qwisp: {error}", file=sys.stderr)
-        return EXIT_REFUSED
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Nobody reads any more; without this the interpreter complains once more when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+    return run_command("qwisp", lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    config = EngineConfig.from_env()
+    args = build_parser(config).parse_args(argv)
+    changed = {"capacity": args.capacity, "memory_budget_bytes": args.memory_budget}
+    args.run(args, EngineConfig(**{**dict(config), **changed}))
     return 0
 
 

@@ -1,7 +1,6 @@
 """`python -m qwisp.bench`: the bench's command line. Results on stdout, all else on stderr."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +14,11 @@ from qwisp.bench.report import Report
 from qwisp.bench.run import Run
 from qwisp.bench.settings import Capacity, RunSettings
 from qwisp.bench.table import PLAIN_WIDTH, failures, print_report
+from qwisp.cli import EXIT_REFUSED, add_model, run_command, try_capacity
 from qwisp.config import EngineConfig
-from qwisp.errors import ConfigError, QwispError
+from qwisp.errors import ConfigError
 
 EXIT_NOT_EXACT = 1
-EXIT_REFUSED = 2
-EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141
 
 
 def build_parser(config: EngineConfig | None = None) -> argparse.ArgumentParser:
@@ -39,9 +36,7 @@ def build_parser(config: EngineConfig | None = None) -> argparse.ArgumentParser:
         description="Measures one lane at several capacities, then checks that every one of them "
         "gives the bytes of the resident run (L1). The last line on stdout is the report as JSON.",
     )
-    run.add_argument(
-        "--model", type=Path, metavar="PATH", help="model folder (default: the embedded model)"
-    )
+    add_model(run)
     run.add_argument(
         "--capacity",
         action="append",
@@ -93,14 +88,12 @@ def parse_capacities(text: str) -> list[Capacity]:
     capacities: list[Capacity] = []
     for part in text.split(","):
         word = part.strip()
-        if word == "auto":
-            capacities.append("auto")
-        elif word.isdecimal() and int(word) > 0:
-            capacities.append(int(word))
-        else:
+        capacity = try_capacity(word)
+        if capacity is None:
             raise argparse.ArgumentTypeError(
                 f"{word!r} is no capacity: give whole numbers above 0, or 'auto', such as 8,16"
             )
+        capacities.append(capacity)
     return capacities
 
 
@@ -116,20 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments.insert(0, "run")
-    try:
-        config = EngineConfig.from_env()
-        status = run(build_parser(config).parse_args(arguments), config)
-        sys.stdout.flush()
-    except QwispError as error:
-        print(f"qwisp.bench: {error}", file=sys.stderr)
-        return EXIT_REFUSED
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Nobody reads any more; without this the interpreter complains once more when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
-    return status
+    return run_command("qwisp.bench", lambda: _run(arguments))
+
+
+def _run(arguments: list[str]) -> int:
+    config = EngineConfig.from_env()
+    return run(build_parser(config).parse_args(arguments), config)
 
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:
