@@ -13,7 +13,7 @@ from qwisp.bench.report import Machine, Source, Versions
 def describe_machine(mlx_device: str) -> Machine:
     """This machine. `mlx_device`: the device MLX computes on, as the plan names it."""
     return Machine(
-        platform=platform.platform(),
+        platform=f"{platform.system()} {platform.machine()}",
         processor=_processor(),
         cpu_count=os.cpu_count() or 1,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
