@@ -138,7 +138,8 @@ class ReferencePrompt(Record):
     prompt_tokens: int
     token_ids: tuple[int, ...]
     logits_digest: str
-    """SHA-256 over the digests of all steps; equal on every machine with equal numerics."""
+    """SHA-256 over the digests of all steps. With equal numerics it is equal on machines with the
+    same kind of processor, MLX build and MLX environment variables (docs/exactness.md)."""
 
 
 class Reference(Record):
