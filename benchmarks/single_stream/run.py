@@ -23,7 +23,7 @@ from qwisp import Engine, EngineConfig, __version__
 from qwisp.engine.loading import EMBEDDED_MODEL
 from qwisp.engine.tokenizer import Tokenizer
 
-TEXT = Path(__file__).parents[2] / "docs" / "design.md"
+TEXT = Path(__file__).parents[2] / "LICENSE"
 PROMPT_TOKENS = 512
 DECODE_TOKENS = 128
 SHORT_PROMPT = 16
