@@ -108,8 +108,13 @@ def _plan(checkpoint: Checkpoint, config: EngineConfig, numerics: Numerics) -> P
         resident_nbytes=checkpoint.resident_nbytes,
         expert_layers=checkpoint.expert_layers,
     )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return plan(config, facts, DeviceFacts(numerics.device, memory), numerics)
+    return plan(config, facts, DeviceFacts(numerics.device, _memory_bytes()), numerics)
+
+
+def _memory_bytes() -> int:
+    """The machine's memory, or its graphics card's where that is separate and smaller."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(host, int(mx.device_info().get("total_memory", host)))
 
 
 def _numerics(config: EngineConfig, dtype: str) -> Numerics:

@@ -11,24 +11,26 @@ import pytest
 from qwisp.engine.loading import EMBEDDED_MODEL
 from qwisp.engine.tokenizer import Tokenizer
 from tests.l1 import load, rules_of
-from tests.oracle import Agreement, assert_agrees, recorded_routes, run_oracle
+from tests.oracle import assert_agrees, recorded_routes, run_oracle
 from tests.synthetic import make_checkpoint
 
 REAL_TEXT = Path(__file__).parents[2] / "LICENSE"
+"""A text that stays as it is; from its first section on, no near-tie parts the engines' routes."""
 NUM_TOKENS = 640
 VOCAB = 512
 
 
 def _real_tokens() -> list[int]:
     tokenizer = Tokenizer.load(EMBEDDED_MODEL, (), 8192)
-    token_ids = tokenizer.encode(REAL_TEXT.read_text(encoding="utf-8"))[:NUM_TOKENS]
+    text = REAL_TEXT.read_text(encoding="utf-8")
+    token_ids = tokenizer.encode(text[text.index("   1. Definitions.") :])[:NUM_TOKENS]
     assert len(token_ids) == NUM_TOKENS
     return list(token_ids)
 
 
-def _agreement(
+def _check_agreement(
     folder: Path, token_ids: list[int], *, capacity: int, num_prefilled: int
-) -> Agreement:
+) -> None:
     """A prefill, then decode of the given tokens, held against the oracle."""
     run = run_oracle(folder, token_ids)
     loaded = load(folder, rules_of(None, prefill_chunk=256), capacity)
@@ -43,27 +45,26 @@ def _agreement(
     loaded.arena.check()
     loaded.arena.close()
     positions = np.arange(num_prefilled, len(token_ids))
-    return assert_agrees(run, np.stack(rows), positions, routes)
+    agreement = assert_agrees(run, np.stack(rows), positions, routes)
+    assert agreement.positions_compared == len(positions), "a near-tie parted the routes"
+    print(f"mlx-lm {version('mlx-lm')}: {agreement}")
 
 
 def test_decode_agrees_with_the_oracle_on_real_text() -> None:
-    agreement = _agreement(EMBEDDED_MODEL, _real_tokens(), capacity=64, num_prefilled=0)
-    print(f"mlx-lm {version('mlx-lm')}: {agreement}")
-    assert agreement.positions_compared >= 512
+    _check_agreement(EMBEDDED_MODEL, _real_tokens(), capacity=64, num_prefilled=0)
 
 
 @pytest.mark.parametrize("num_prefilled", [1, 31, 32, 127, 128, 129, 600])
 def test_prefill_of_any_length_agrees_with_the_oracle(num_prefilled: int) -> None:
     token_ids = _real_tokens()[: num_prefilled + 4]
-    _agreement(EMBEDDED_MODEL, token_ids, capacity=12, num_prefilled=num_prefilled)
+    _check_agreement(EMBEDDED_MODEL, token_ids, capacity=12, num_prefilled=num_prefilled)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next", "qwen3_moe"])
 def test_every_family_decodes_as_the_oracle_does(family: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", family, seed=9, mixed_bits=True)
     token_ids = np.random.default_rng(4).integers(0, VOCAB, 520).tolist()
-    agreement = _agreement(folder, token_ids, capacity=8, num_prefilled=0)
-    print(f"{family}: {agreement}")
+    _check_agreement(folder, token_ids, capacity=8, num_prefilled=0)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -76,5 +77,4 @@ def test_every_layout_of_a_checkpoint_agrees_with_the_oracle(
         tmp_path / "model", family, seed=3, shards=shards, tied=tied, mixed_bits=True
     )
     token_ids = np.random.default_rng(4).integers(0, VOCAB, 560).tolist()
-    agreement = _agreement(folder, token_ids, capacity=8, num_prefilled=500)
-    print(f"{family}: {agreement}")
+    _check_agreement(folder, token_ids, capacity=8, num_prefilled=500)
