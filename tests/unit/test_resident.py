@@ -119,8 +119,8 @@ def test_the_planned_bytes_are_exactly_those_held(folder):
     weights = load_resident(checkpoint)
     gc.collect()
     assert sum(array.nbytes for array in unique_arrays(weights)) == checkpoint.resident_nbytes
-    # Arrays that earlier tests left to the garbage collector may go at any time.
-    assert abs(mx.get_active_memory() - before - checkpoint.resident_nbytes) < 4096
+    # The sum above is exact; engines of earlier tests may still come and go by some kilobytes.
+    assert abs(mx.get_active_memory() - before - checkpoint.resident_nbytes) < 1 << 16
 
 
 def test_at_most_one_tensor_is_held_twice_while_loading(folder):
