@@ -26,7 +26,8 @@ from qwisp.engine.tokenizer import Tokenizer
 TEXT = Path(__file__).parents[2] / "LICENSE"
 PROMPT_TOKENS = 512
 DECODE_TOKENS = 128
-SHORT_PROMPT = 16
+DECODE_PROMPT = "import os\n\nclass Node:\n"
+"""A text that the embedded model continues for hundreds of tokens."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,11 @@ class Trial:
     token_ids: tuple[int, ...]
 
 
-def mlx_lm_runner() -> Callable[[list[int]], Trial]:
+def mlx_lm_runner() -> Callable[[list[int], list[int]], Trial]:
     """mlx-lm with its defaults: asynchronous decode, prefill in steps of 2,048."""
     model, _ = load_model(EMBEDDED_MODEL)
 
-    def run(prompt: list[int]) -> Trial:
+    def run(prompt: list[int], decode_prompt: list[int]) -> Trial:
         def timed(token_ids: list[int], num_tokens: int) -> tuple[list[float], tuple[int, ...]]:
             times, tokens = [time.perf_counter()], []
             for token, _ in generate_step(mx.array(token_ids), model, max_tokens=num_tokens):
@@ -51,7 +52,7 @@ def mlx_lm_runner() -> Callable[[list[int]], Trial]:
             return times, tuple(tokens)
 
         prefill, first = timed(prompt, 1)
-        decode, rest = timed(prompt[:SHORT_PROMPT], DECODE_TOKENS)
+        decode, rest = timed(decode_prompt, DECODE_TOKENS)
         return Trial(
             len(prompt) / (prefill[1] - prefill[0]),
             (DECODE_TOKENS - 1) / (decode[-1] - decode[1]),
@@ -61,12 +62,12 @@ def mlx_lm_runner() -> Callable[[list[int]], Trial]:
     return run
 
 
-def qwisp_runner(engine: Engine) -> Callable[[list[int]], Trial]:
+def qwisp_runner(engine: Engine) -> Callable[[list[int], list[int]], Trial]:
     """qwisp through its public engine."""
 
-    def run(prompt: list[int]) -> Trial:
+    def run(prompt: list[int], decode_prompt: list[int]) -> Trial:
         prefill = engine.generate(prompt, max_tokens=1)
-        decode = engine.generate(prompt[:SHORT_PROMPT], max_tokens=DECODE_TOKENS)
+        decode = engine.generate(decode_prompt, max_tokens=DECODE_TOKENS)
         assert len(decode.token_ids) == DECODE_TOKENS, "the text ended early: take another prompt"
         return Trial(
             len(prompt) / prefill.timings.first_token_s,
@@ -80,16 +81,19 @@ def qwisp_runner(engine: Engine) -> Callable[[list[int]], Trial]:
 def measure(num_pairs: int) -> dict[str, list[Trial]]:
     """Alternating runs after one warm-up of each."""
     tokenizer = Tokenizer.load(EMBEDDED_MODEL, (), 8192)
-    prompt = list(tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:PROMPT_TOKENS])
+    prompts = [
+        list(tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:PROMPT_TOKENS]),
+        list(tokenizer.encode(DECODE_PROMPT)),
+    ]
     trials: dict[str, list[Trial]] = {"mlx-lm": [], "qwisp": []}
     with Engine.load(None, EngineConfig(capacity=64)) as engine:
         runners = {"mlx-lm": mlx_lm_runner(), "qwisp": qwisp_runner(engine)}
         for runner in runners.values():
-            runner(prompt)
+            runner(*prompts)
         for pair in range(num_pairs):
             names = list(runners) if pair % 2 == 0 else list(runners)[::-1]
             for name in names:
-                trials[name].append(runners[name](prompt))
+                trials[name].append(runners[name](*prompts))
             print({name: f"{t[-1].decode_tokens_per_s:.1f} tok/s" for name, t in trials.items()})
     tokens = {trial.token_ids for runs in trials.values() for trial in runs}
     assert len(tokens) == 1, "the two engines, or two runs, gave different tokens"
