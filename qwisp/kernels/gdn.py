@@ -1,6 +1,6 @@
 """Gated DeltaNet: depthwise causal convolution with history, and the gated delta-rule recurrence.
 
-Both run token by token in the same arithmetic for one token as for many, so prefill and decode
+Both run token by token, in the same operations for one token as for many, so prefill and decode
 agree. The recurrence is that of Yang et al., "Gated Delta Networks" (arXiv 2412.06464), with the
 state in f32.
 """

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from qwisp.errors import ConfigError, DeviceError
 
-RECIPE = 1
+RECIPE = 2
 """Version of the arithmetic in `qwisp.kernels` and of the order in which the model calls it."""
 
 EXPERT_MAJOR_TOKENS = 32
