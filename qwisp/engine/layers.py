@@ -11,7 +11,6 @@ from qwisp.kernels import gdn
 from qwisp.kernels.attention import rope, sdpa_decode, sdpa_prefill
 from qwisp.kernels.elementwise import sigmoid_gate, silu_gate_f32, swiglu
 from qwisp.kernels.linear import Phase, linear
-from qwisp.kernels.norm import rms_norm
 from qwisp.kernels.numerics import Numerics
 from qwisp.kernels.weights import Weight
 from qwisp.lanes.state import GDNState, KVArena, LaneState
@@ -81,7 +80,7 @@ def decoder_layer(
     x: `[rows, hidden]`. `feed_forward` None: the output is not needed, only the states are (the
     last layer of a prefill); the value returned is then only good for being dropped.
     """
-    normed = rms_norm(x, w.input_norm, spec.rms_norm_eps, math.phase)
+    normed = mx.fast.rms_norm(x, w.input_norm, spec.rms_norm_eps)
     states = [state.layers[index] for state in batch.states]
     if isinstance(w.mixer, AttentionWeights):
         mixed = _attention(normed, w.mixer, spec, batch, math, states)
@@ -90,7 +89,7 @@ def decoder_layer(
     if feed_forward is None:
         return mixed
     x = x + mixed
-    normed = rms_norm(x, w.post_attention_norm, spec.rms_norm_eps, math.phase)
+    normed = mx.fast.rms_norm(x, w.post_attention_norm, spec.rms_norm_eps)
     return x + feed_forward(normed, math)
 
 
@@ -110,8 +109,8 @@ def _attention(
         q, gate = mx.split(q, 2, axis=-1)
     k = math.linear(x, w.k_proj).reshape(num_rows, spec.num_kv_heads, spec.head_dim)
     v = math.linear(x, w.v_proj).reshape(num_rows, spec.num_kv_heads, spec.head_dim)
-    q = rms_norm(q, w.q_norm, model.rms_norm_eps, math.phase)
-    k = rms_norm(k, w.k_norm, model.rms_norm_eps, math.phase)
+    q = mx.fast.rms_norm(q, w.q_norm, model.rms_norm_eps)
+    k = mx.fast.rms_norm(k, w.k_norm, model.rms_norm_eps)
     outputs = []
     for lane_idx, kv in enumerate(states):
         assert isinstance(kv, KVArena)
@@ -163,7 +162,7 @@ def _gated_delta_net(
         rows = batch.rows_of(lane_idx)
         outputs.append(_recur(qkv[rows], g[rows], beta[rows], w, spec, state))
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    out = silu_gate_f32(rms_norm(out, w.norm, model.rms_norm_eps, math.phase), z)
+    out = silu_gate_f32(mx.fast.rms_norm(out, w.norm, model.rms_norm_eps), z)
     return math.linear(out.reshape(num_rows, -1), w.out_proj)
 
 

@@ -14,7 +14,6 @@ from qwisp.engine.spec import ModelSpec
 from qwisp.engine.weights import ModelWeights, MoEWeights, SwiGLUWeights
 from qwisp.kernels.experts import ExpertBank
 from qwisp.kernels.linear import Phase, embed
-from qwisp.kernels.norm import rms_norm
 from qwisp.kernels.numerics import Numerics
 from qwisp.kernels.weights import QuantizedWeight
 from qwisp.lanes.state import GDNState, KVArena, LaneState
@@ -146,7 +145,7 @@ class Model:
             x = decoder_layer(x, index, layer, self.spec, batch, math, self._feed_forward[index])
         for state in states:
             state.length += 1
-        x = rms_norm(x, self._weights.norm, self.spec.rms_norm_eps, "decode")
+        x = mx.fast.rms_norm(x, self._weights.norm, self.spec.rms_norm_eps)
         logits = math.linear(x, self._weights.lm_head)
         return DecodeStep(logits, tuple(math.unseen_routes))
 

@@ -116,9 +116,8 @@ def _delta_step(
     value_heads]`."""
     heads, value_dim, key_dim = state.shape
     key = k.reshape(heads, 1, key_dim)
-    kept = g.reshape(heads, 1, 1)
-    # The decay is one factor per head, so it is taken out of the sum: one pass less over the state.
-    recalled = kept * (state * key).sum(axis=-1, keepdims=True)
+    decayed = state * g.reshape(heads, 1, 1)
+    recalled = (decayed * key).sum(axis=-1, keepdims=True)
     written = (v.reshape(heads, value_dim, 1) - recalled) * beta.reshape(heads, 1, 1)
-    state = kept * state + key * written
+    state = decayed + key * written
     return (state * q.reshape(heads, 1, key_dim)).sum(axis=-1)[None], state
